@@ -1,0 +1,46 @@
+# `make demo`: set-up and the main job. `make test`: set-up, checks and tests. Nothing else is needed.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+OUTPUT ?= demo
+
+.PHONY: demo test check engines clean
+
+demo: $(VENV)/.installed
+	@rm -rf $(OUTPUT)
+	$(BIN)/glm5q calibrate --recipe h200 --output $(OUTPUT) \
+		--windows 32 --sequence-length 1024 --eval-windows 8
+
+test: check
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+check: $(VENV)/.tested
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "glm5q needs Python 3.11 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.tested: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,onnx,triton]'
+	@touch $@
+
+# Outside judges too large for every test run: what vLLM's and SGLang's own functions answer for our
+# names (400 MB of wheels, nothing of them is imported), and msModelSlim's packers.
+engines: $(VENV)/.tested
+	@rm -rf build/engines
+	$(BIN)/python -m pip download --quiet --no-deps --dest build/engines vllm==0.33.0 sglang==0.5.23
+	$(BIN)/python -m tests.verify.resolve build/engines/vllm-*.whl build/engines/sglang-*.whl
+	git diff --exit-code tests/verify/data
+	$(BIN)/python -m pip install --quiet --no-deps msmodelslim==26.1.0
+	$(BIN)/python -m pytest tests/formats/test_modelslim.py tests/verify/test_rules.py
+
+clean:
+	rm -rf $(VENV) $(OUTPUT) build dist *.egg-info

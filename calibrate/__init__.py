@@ -1,0 +1,1 @@
+"""From source weights to codes: data, forward, statistics, methods, the streaming loop."""

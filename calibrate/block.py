@@ -1,0 +1,266 @@
+"""One GLM-5 decoder layer's forward, in plain torch over the fused ops' definitions.
+
+Semantics as glm_moe_dsa of transformers >= 5.13 (earlier ones rotate wrongly), held to it by tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - its usual name
+
+from fused_ops.expert_gemm.reference import expert_gemm
+from fused_ops.lightning_indexer.reference import lightning_indexer
+from fused_ops.sparse_attention.reference import sparse_attention
+from glm5q import names, quant
+from glm5q.config import ModelConfig
+from glm5q.layer import Weights
+
+INDEX_NORM_EPS = 1e-6  # the indexer's LayerNorm has its own, not in config.json
+ROUTER_NORM_EPS = 1e-20
+
+
+class Observer:
+    """Sees what a forward computes; override what is wanted.
+
+    Whoever runs the forward sets `first_token`, the stream's number of the first token it runs on.
+    """
+
+    first_token = 0
+
+    def linear(self, path: str, x: Tensor, y: Tensor) -> None:
+        """One matrix: x [tokens, in] before its activation grid, y [tokens, out]."""
+
+    def experts(self, path: str, x: Tensor, offsets: Tensor, y: Tensor, tokens: Tensor) -> None:
+        """A stack: x [rows, in] sorted by expert, `offsets` [experts + 1] bounds their rows.
+
+        `tokens` int64 [rows] says which of the forward's tokens each row is.
+        """
+
+    def indexer(self, query: Tensor, key: Tensor, gates: Tensor, offsets: Tensor) -> None:
+        """What it scores: query [tokens, heads, dim], key [tokens, dim], gates [tokens, heads]."""
+
+    def attention(self, query: Tensor, latent: Tensor, offsets: Tensor, scale: float) -> None:
+        """What the attention reads: query [tokens, heads, dim] absorbed, latent [tokens, dim]."""
+
+
+@dataclass(frozen=True)
+class LayerOutput:
+    """A layer's output hidden states [tokens, hidden] and the choices it made.
+
+    `indices` int32 [tokens, topk] are the attended positions, which layers without an indexer of
+    their own reuse. `experts` int64 [tokens, experts a token] are the router's, None if dense.
+    """
+
+    hidden: Tensor
+    indices: Tensor
+    experts: Tensor | None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns x / rms(x) x weight over the last dimension, computed in float32."""
+    values = x.float()
+    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return (values * scale * weight.float()).to(x.dtype)
+
+
+def rotary_angles(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Returns float32 (cos, sin) [tokens, dim / 2] for positions [tokens]."""
+    exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
+    angles = positions.float().unsqueeze(-1) * (1.0 / theta**exponent)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor], interleaved: bool = True) -> Tensor:
+    """Rotates x [tokens, ..., dim]: adjacent pairs if interleaved (GLM), else halves."""
+    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (-1,)
+    cos, sin = (angle.view(shape) for angle in angles)
+    values = x.float()
+    if interleaved:
+        first, second = values[..., 0::2], values[..., 1::2]
+        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
+        return rotated.flatten(-2).to(x.dtype)
+    first, second = values.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def decoder_layer(
+    config: ModelConfig,
+    weights: Weights,
+    hidden: Tensor,
+    offsets: Tensor,
+    indices: Tensor | None,
+    observer: Observer | None = None,
+) -> LayerOutput:
+    """Runs one layer over packed sequences.
+
+    `hidden` [tokens, hidden]; `offsets` [sequences + 1] bounds the sequences; `indices` are the
+    previous layers', used where this layer has no indexer. Memory grows with the longest sequence,
+    not with its square.
+    """
+    run = _Run(config, weights, observer)
+    eps = config.rms_norm_eps
+    attention, indices = run.attention(
+        rms_norm(hidden, run.vector("input_layernorm.weight"), eps), offsets, indices
+    )
+    hidden = hidden + attention
+    normed = rms_norm(hidden, run.vector("post_attention_layernorm.weight"), eps)
+    if "mlp.gate" in weights.matrices:
+        update, experts = run.mixture(normed)
+    else:
+        update, experts = run.mlp("mlp.", normed), None
+    return LayerOutput(hidden + update, indices, experts)
+
+
+def mtp_input(config: ModelConfig, weights: Weights, embedded: Tensor, hidden: Tensor) -> Tensor:
+    """Returns the MTP layer's input [tokens, hidden] = eh_proj(enorm(embedding), hnorm(hidden)).
+
+    `embedded` is the next token's embedding, `hidden` the main model's after its final norm.
+    """
+    run = _Run(config, weights, None)
+    eps = config.rms_norm_eps
+    both = (
+        rms_norm(embedded, run.vector("enorm.weight"), eps),
+        rms_norm(hidden, run.vector("hnorm.weight"), eps),
+    )
+    return run.linear("eh_proj", torch.cat(both, -1))
+
+
+class _Run:
+    """One forward: the weights, and who watches."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, observer: Observer | None) -> None:
+        self.config, self.weights, self.observer = config, weights, observer
+
+    def vector(self, path: str) -> Tensor:
+        return self.weights.vectors[path]
+
+    def linear(self, path: str, x: Tensor) -> Tensor:
+        grid = self.weights.activation[path]
+        y = F.linear(quant.quantize_activation(x, grid), self.weights.matrices[path])
+        if self.observer is not None:
+            self.observer.linear(path, x, y)
+        return y
+
+    def attention(
+        self, x: Tensor, offsets: Tensor, indices: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        c = self.config
+        angles = rotary_angles(positions(offsets), c.qk_rope_head_dim, c.rope_theta)
+        q_latent = rms_norm(
+            self.linear("self_attn.q_a_proj", x),
+            self.vector("self_attn.q_a_layernorm.weight"),
+            c.latent_norm_eps,
+        )
+        if "self_attn.indexer.wk" in self.weights.matrices:
+            with torch.no_grad():  # a choice has no gradient
+                indices = self.select(x, q_latent, angles, offsets)
+        elif indices is None:
+            raise ValueError("a layer without an indexer needs an earlier layer's indices")
+        query = self.linear("self_attn.q_b_proj", q_latent)
+        query = query.unflatten(-1, (c.num_attention_heads, c.qk_head_dim))
+        q_nope, q_rope = query.split((c.qk_nope_head_dim, c.qk_rope_head_dim), -1)
+        latent, k_rope = self.linear("self_attn.kv_a_proj_with_mqa", x).split(
+            (c.kv_lora_rank, c.qk_rope_head_dim), -1
+        )
+        norm = self.vector("self_attn.kv_a_layernorm.weight")
+        latent = rms_norm(latent, norm, c.latent_norm_eps)
+        kv_b = self.weights.matrices["self_attn.kv_b_proj"]
+        kv_b = kv_b.view(c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
+        w_key, w_value = kv_b.split((c.qk_nope_head_dim, c.v_head_dim), 1)
+        absorbed = torch.einsum("thd,hdc->thc", q_nope, w_key)
+        query = torch.cat((absorbed, rotate(q_rope, angles)), -1)
+        latent = torch.cat((latent, rotate(k_rope, angles)), -1)
+        scale = c.qk_head_dim**-0.5
+        if self.observer is not None:
+            self.observer.attention(query, latent, offsets, scale)
+        output, _ = sparse_attention(query, latent, indices, offsets, scale, c.kv_lora_rank)
+        values = torch.einsum("thc,hvc->thv", output, w_value).flatten(1)
+        return self.linear("self_attn.o_proj", values), indices
+
+    def select(
+        self, x: Tensor, q_latent: Tensor, angles: tuple[Tensor, Tensor], offsets: Tensor
+    ) -> Tensor:
+        """The indexer: query and key rotate their first qk_rope_head_dim features."""
+        c = self.config
+        prefix = "self_attn.indexer."
+        query = self.linear(prefix + "wq_b", q_latent)
+        query = query.unflatten(-1, (c.index_n_heads, c.index_head_dim))
+        key = F.layer_norm(
+            self.linear(prefix + "wk", x).float(),
+            (c.index_head_dim,),
+            self.vector(prefix + "k_norm.weight"),
+            self.vector(prefix + "k_norm.bias"),
+            INDEX_NORM_EPS,
+        ).to(x.dtype)
+        gates = self.linear(prefix + "weights_proj", x).float()
+        gates = gates * (c.index_n_heads**-0.5 * c.index_head_dim**-0.5)
+        query, key = self._rotate_first(query, angles), self._rotate_first(key, angles)
+        if self.observer is not None:
+            self.observer.indexer(query, key, gates, offsets)
+        return lightning_indexer(query, key, gates, offsets, c.index_topk)
+
+    def _rotate_first(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        rope = self.config.qk_rope_head_dim
+        rotated = rotate(x[..., :rope], angles, self.config.indexer_rope_interleave)
+        return torch.cat((rotated, x[..., rope:]), -1)
+
+    def mlp(self, prefix: str, x: Tensor) -> Tensor:
+        gate = self.linear(prefix + "gate_proj", x)
+        up = self.linear(prefix + "up_proj", x)
+        return self.linear(prefix + "down_proj", F.silu(gate) * up)
+
+    def mixture(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Routed experts plus the shared one, which is neither gated nor scaled."""
+        gates, experts = self.route(x)
+        per_token = experts.shape[1]
+        order = experts.flatten().argsort(stable=True)
+        counts = torch.bincount(experts.flatten(), minlength=self.config.n_routed_experts)
+        offsets = F.pad(counts.cumsum(0), (1, 0))
+        tokens = order // per_token
+        rows = x.index_select(0, tokens)
+        gate, up = self.expert_gemm(names.GATE_UP, rows, offsets, tokens).chunk(2, -1)
+        down = self.expert_gemm(names.DOWN, F.silu(gate) * up, offsets, tokens)
+        by_token = torch.empty_like(down)
+        by_token[order] = down  # unsorted and summed in a fixed order: index_add_ is not repeatable
+        by_token = by_token.unflatten(0, (-1, per_token))
+        routed = (by_token.float() * gates.unsqueeze(-1)).sum(1).to(x.dtype)
+        if self.config.n_shared_experts:
+            routed = routed + self.mlp("mlp.shared_experts.", x)
+        return routed, experts
+
+    def expert_gemm(self, path: str, rows: Tensor, offsets: Tensor, tokens: Tensor) -> Tensor:
+        grid = self.weights.activation[path]
+        weight = self.weights.matrices[path]
+        y = expert_gemm(quant.quantize_activation(rows, grid), weight, offsets)
+        if self.observer is not None:
+            self.observer.experts(path, rows, offsets, y, tokens)
+        return y
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (float32 gates, experts), both [tokens, experts a token].
+
+        The correction bias chooses but does not weigh, and never leaves float32: in bfloat16 its
+        values collapse onto a handful and most tokens are rerouted.
+        """
+        c = self.config
+        logits = F.linear(x.float(), self.weights.matrices["mlp.gate"].float())
+        scores = logits.sigmoid()
+        biased = scores + self.vector("mlp.gate.e_score_correction_bias")
+        experts = biased.topk(c.num_experts_per_tok, -1).indices
+        gates = scores.gather(1, experts)
+        if c.norm_topk_prob:
+            gates = gates / (gates.sum(-1, keepdim=True) + ROUTER_NORM_EPS)
+        if self.observer is not None:
+            self.observer.linear("mlp.gate", x, logits)
+        return gates * c.routed_scaling_factor, experts
+
+
+def positions(offsets: Tensor) -> Tensor:
+    """Returns each token's position within its own sequence, int64 [tokens]."""
+    lengths = offsets.diff()
+    total = int(offsets[-1])
+    starts = torch.repeat_interleave(offsets[:-1], lengths, output_size=total)
+    return torch.arange(total, device=offsets.device) - starts

@@ -1,0 +1,361 @@
+"""From one layer and its statistics to candidates for every matrix, and the choice between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from calibrate.descent import descend
+from calibrate.gptq import gptq, pooled
+from calibrate.observe import HeldOutErrors, Moments, Statistics
+from calibrate.rtn import rtn, search_scale
+from glm5q import names, quant
+from glm5q.config import ModelConfig
+from glm5q.errors import RecipeError
+from glm5q.layer import Codes, Layer, Weights
+from glm5q.types import (
+    ActivationGrid,
+    CodedScheme,
+    ExpertResult,
+    Fallback,
+    Fp8Scheme,
+    MatrixResult,
+)
+from recipes.schema import Fp8, Gptq, Keep, Recipe, Rtn
+
+STACK_ELEMENTS = 1 << 28  # weights of a stack worked on at once: 1 GB as float32
+FLOAT16_MAX = 65504.0
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What was tried for one matrix: codes int8 [stack, out, in] by method, on one scale each.
+
+    `scales` float32 [stack, out, groups] by method. Later methods must beat the first to be taken.
+    `input_scale` is the static activation scale, for a scheme that has one.
+    """
+
+    scheme: CodedScheme
+    codes: dict[str, Tensor]
+    scales: dict[str, Tensor]
+    input_scale: float | None = None
+
+    def weight(self, method: str) -> Tensor:
+        return quant.dequantize(self.codes[method], self.scales[method])
+
+    def taken(self, codes: Tensor, scale: Tensor) -> Codes:
+        return Codes(codes, scale, self.scheme, self.input_scale)
+
+    def activation(self) -> ActivationGrid | None:
+        """Returns the grid its input meets in deployment."""
+        method = next(iter(self.codes))
+        return self.taken(self.codes[method], self.scales[method]).activation()
+
+
+@dataclass
+class LayerPlan:
+    """Candidates of every matrix that gets codes, kept matrices, and what did not go as asked."""
+
+    descent: int  # rounds after GPTQ
+    candidates: dict[str, Candidates] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    fallbacks: list[Fallback] = field(default_factory=list)
+
+
+def gram_paths(recipe: Recipe, layer: int, config: ModelConfig) -> set[str]:
+    """Returns the matrices of `layer` whose method needs a Gram."""
+    modules = names.layer_modules(config, layer)
+    return {m.path for m in modules if isinstance(recipe.plan(m.role, layer, config), Gptq)}
+
+
+def plan_layer(
+    layer: Layer, weights: Weights, statistics: Statistics, recipe: Recipe, config: ModelConfig
+) -> LayerPlan:
+    """Returns candidates for every matrix of a layer, from its source weights and statistics."""
+    plan = LayerPlan(recipe.steps.descent)
+    for module in names.layer_modules(config, layer.number):
+        wanted = recipe.plan(module.role, layer.number, config)
+        if isinstance(wanted, Keep):
+            _keep(layer, module.path, wanted, statistics, plan)
+        elif isinstance(wanted, Fp8):
+            weight, known = weights.matrices[module.path], layer.fp8_scales.get(module.path)
+            scale = None if known is None else known.to(weight.device)
+            codes, scale = quant.quantize_fp8_blocks(weight, scale)
+            plan.candidates[module.path] = Candidates(
+                wanted.scheme(), {"fp8": codes.unsqueeze(0)}, {"fp8": scale.unsqueeze(0)}
+            )
+        else:
+            weight = weights.matrices[module.path]
+            stack = weight if module.stacked else weight.unsqueeze(0)
+            with _one_thread():
+                plan.candidates[module.path] = _candidates(
+                    layer.number, module.path, stack, statistics.of(module.path), wanted, plan
+                )
+            if wanted.activation == "fp8_static":
+                _fix_input_scale(layer.number, module.path, statistics, plan)
+    return plan
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Runs column recursions on one CPU thread: a barrier costs more than their small steps.
+
+    Two threads on two busy cores took ten times as long as one.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _fix_input_scale(layer: int, path: str, statistics: Statistics, plan: LayerPlan) -> None:
+    """Sets one static activation scale for a matrix or a whole stack: observed absmax / 448.
+
+    SGLang takes the largest of a layer's experts anyway, and an expert that saw no token has none
+    of its own. Rounded to bfloat16, as it is stored.
+    """
+    largest = statistics.ranges_of(path).input_absmax
+    if largest == 0.0:
+        plan.fallbacks.append(Fallback(layer, path, "no activation seen", "input scale 1"))
+    scale = torch.tensor(largest / quant.FP8_MAX if largest else 1.0).to(torch.bfloat16)
+    plan.candidates[path] = replace(plan.candidates[path], input_scale=float(scale))
+
+
+def _keep(layer: Layer, path: str, wanted: Keep, statistics: Statistics, plan: LayerPlan) -> None:
+    """Keeps a matrix, checking that float16 holds its weights and what was observed around it."""
+    weight = layer.matrices[path]
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{path}: a source layer holds codes")
+    own = torch.bfloat16 if path in layer.from_fp8 else weight.dtype
+    dtype = {"source": own, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    target = dtype[wanted.dtype]
+    if target is torch.float16:
+        seen = statistics.ranges_of(path)
+        largest = max(float(weight.abs().max()), seen.input_absmax, seen.output_absmax)
+        if largest > FLOAT16_MAX:
+            problem = f"{largest:.3g} was observed, float16 ends at {FLOAT16_MAX:.0f}"
+            if wanted.overflow == "refuse":
+                raise RecipeError(
+                    f"layer {layer.number} {path}: {problem}",
+                    "keep it in bfloat16, or set overflow: bfloat16",
+                )
+            plan.fallbacks.append(Fallback(layer.number, path, problem, "kept in bfloat16"))
+            target = torch.bfloat16
+    plan.kept[path] = weight.to(target)
+
+
+def _candidates(
+    layer: int, path: str, stack: Tensor, moments: Moments, wanted: Rtn | Gptq, plan: LayerPlan
+) -> Candidates:
+    """Works through a stack a few matrices at a time, so that memory is bounded."""
+    scheme = wanted.scheme()
+    step = max(1, STACK_ELEMENTS // stack[0].numel())
+    codes: dict[str, list[Tensor]] = {}
+    scales: dict[str, list[Tensor]] = {}
+    if isinstance(wanted, Gptq):
+        gram, share = pooled(moments, wanted.pooling)
+        square = gram.diagonal(dim1=1, dim2=2)
+        _report_pooling(layer, path, moments, share, plan)
+    else:
+        square = moments.square
+    for start in range(0, stack.shape[0], step):
+        part = slice(start, start + step)
+        weight = stack[part]
+        scale = search_scale(weight, square[part], scheme, wanted.clip)
+        tried = {"rtn": (rtn(weight, scale, scheme), scale)}
+        if isinstance(wanted, Gptq):
+            result = gptq(weight, scale, gram[part], scheme, wanted.damping, wanted.act_order)
+            tried["gptq"] = (result.codes, scale)
+            _report_damping(layer, path, start, result.damping, wanted.damping, plan)
+            if plan.descent:
+                tried["descent"] = descend(
+                    weight, result.codes, scale, gram[part], scheme, plan.descent
+                )
+        for method, (method_codes, method_scale) in tried.items():
+            codes.setdefault(method, []).append(method_codes)
+            scales.setdefault(method, []).append(method_scale)
+    return Candidates(
+        scheme,
+        {method: torch.cat(parts) for method, parts in codes.items()},
+        {method: torch.cat(parts) for method, parts in scales.items()},
+    )
+
+
+def _report_pooling(
+    layer: int, path: str, moments: Moments, share: Tensor, plan: LayerPlan
+) -> None:
+    for expert, part in enumerate(share.tolist()):
+        if part >= 0.5:
+            tokens = int(moments.tokens[expert])
+            plan.fallbacks.append(
+                Fallback(
+                    layer,
+                    path,
+                    f"only {tokens} calibration tokens",
+                    f"{part:.0%} of its Gram is the layer's",
+                    expert,
+                )
+            )
+
+
+def _report_damping(
+    layer: int, path: str, first: int, used: Tensor, asked: float, plan: LayerPlan
+) -> None:
+    for index, value in enumerate(used.tolist()):
+        if math.isnan(value):
+            action = "plain rounding"
+        elif value > asked * 1.5:
+            action = f"damping {value:g}"
+        else:
+            continue
+        reason = "Gram not positive definite"
+        plan.fallbacks.append(Fallback(layer, path, reason, action, first + index))
+
+
+def choose(
+    layer: Layer, plan: LayerPlan, errors: HeldOutErrors
+) -> tuple[Layer, dict[str, list[str]]]:
+    """Returns the layer with each matrix's better candidate, and the method taken an entry.
+
+    An entry that no held-out token reached follows the sum over its stack.
+    """
+    matrices: dict[str, Tensor | Codes] = dict(plan.kept)
+    methods: dict[str, list[str]] = {}
+    for path, candidates in plan.candidates.items():
+        order = list(candidates.codes)
+        if (path, order[0]) not in errors.squared:  # kv_b's product is never taken on its own
+            methods[path] = order[:1]
+            codes, scale = candidates.codes[order[0]][0], candidates.scales[order[0]][0]
+            matrices[path] = candidates.taken(codes, scale)
+            continue
+        table = torch.stack([errors.squared[path, method] for method in order])
+        best = table.argmin(0)
+        best = torch.where(errors.reference[path] > 0, best, table.sum(1).argmin())
+        methods[path] = [order[index] for index in best.tolist()]
+        codes, scale = candidates.codes[order[0]].clone(), candidates.scales[order[0]].clone()
+        for index, method in enumerate(order):
+            codes[best == index] = candidates.codes[method][best == index]
+            scale[best == index] = candidates.scales[method][best == index]
+        if path not in (names.GATE_UP, names.DOWN):
+            codes, scale = codes[0], scale[0]
+        matrices[path] = candidates.taken(codes, scale)
+    return layer.with_matrices(matrices), methods
+
+
+def results(
+    layer: Layer,
+    plan: LayerPlan,
+    methods: Mapping[str, list[str]],
+    errors: HeldOutErrors,
+    statistics: Statistics,
+    config: ModelConfig,
+) -> tuple[tuple[MatrixResult, ...], ExpertResult | None]:
+    """Returns what is recorded of each matrix, and of the routed experts one by one."""
+    matrices = []
+    for module in names.layer_modules(config, layer.number):
+        path = module.path
+        candidates = plan.candidates.get(path)
+        count = module.shape[0] * len(names.stacked_parts(path)) if module.stacked else 1
+        if candidates is None:
+            scheme, method, error = str(plan.kept[path].dtype).removeprefix("torch."), "keep", 0.0
+            bits = float(plan.kept[path].dtype.itemsize * 8)
+        else:
+            scheme = candidates.scheme.label()
+            method = "+".join(dict.fromkeys(methods[path]))
+            error = _output_error(path, methods[path], errors)
+            bits = bits_per_weight(candidates, module.shape[-1])
+        seen = statistics.ranges_of(path)
+        matrices.append(
+            MatrixResult(
+                module=path,
+                role=module.role,
+                scheme=scheme,
+                method=method,
+                bits=bits,
+                error=error,
+                input_absmax=seen.input_absmax,
+                output_absmax=seen.output_absmax,
+                matrices=count,
+                input_p999=seen.input_p999,
+                outlier_channels=seen.outlier_channels,
+                input_channels=module.shape[-1],
+            )
+        )
+    return tuple(matrices), _experts(methods, errors, statistics)
+
+
+def _output_error(path: str, methods: list[str], errors: HeldOutErrors) -> float:
+    """Relative output error on held-out tokens; nan for kv_b, whose product is never taken."""
+    if path not in errors.reference:
+        return math.nan
+    squared = _chosen_squares(path, methods, errors)
+    return math.sqrt(float(squared.sum()) / max(float(errors.reference[path].sum()), 1e-30))
+
+
+def with_weight_errors(
+    results: tuple[MatrixResult, ...], source: Layer, quantized: Layer
+) -> tuple[MatrixResult, ...]:
+    """Returns the results with each matrix's relative weight error, which stands in for a nan."""
+    found = []
+    for result in results:
+        left, right = source.matrices[result.module], quantized.matrices[result.module]
+        error = _weight_error(left, right)
+        output_error = error if math.isnan(result.error) else result.error
+        found.append(replace(result, error=output_error, weight_error=error))
+    return tuple(found)
+
+
+def _weight_error(source: Tensor | Codes, quantized: Tensor | Codes) -> float:
+    """|q - s| / |s|, a matrix of a stack at a time."""
+    if not isinstance(source, Tensor):
+        raise TypeError("a source layer holds codes")
+    difference = reference = 0.0
+    for index in range(source.shape[0]) if source.dim() == 3 else [slice(None)]:
+        if isinstance(quantized, Codes):
+            rounded = quant.dequantize(quantized.codes[index], quantized.scale[index])
+        else:
+            rounded = quantized[index].float()
+        exact = source[index].to(rounded.device).float()
+        difference += float((rounded - exact).double().square().sum())
+        reference += float(exact.double().square().sum())
+    return math.sqrt(difference / max(reference, 1e-30))
+
+
+def _chosen_squares(path: str, methods: list[str], errors: HeldOutErrors) -> Tensor:
+    chosen = [errors.squared[path, method][index] for index, method in enumerate(methods)]
+    return torch.stack(chosen)
+
+
+def bits_per_weight(candidates: Candidates, columns: int) -> float:
+    """Stored bits a weight, scales included."""
+    scheme = candidates.scheme
+    if isinstance(scheme, Fp8Scheme):
+        return 8 + 32 / quant.FP8_BLOCK**2
+    scale_bits = 16 if scheme.scale_dtype == "bfloat16" else 32
+    return scheme.bits + scale_bits / quant.group_columns(columns, scheme.group_size)
+
+
+def _experts(
+    methods: Mapping[str, list[str]], errors: HeldOutErrors, statistics: Statistics
+) -> ExpertResult | None:
+    """Each expert's error is the larger of its two products', nan where no held-out token came."""
+    paths = [path for path in (names.GATE_UP, names.DOWN) if path in methods]
+    if not paths:
+        return None
+    worst: Tensor | None = None
+    for path in paths:
+        relative = (_chosen_squares(path, methods[path], errors) / errors.reference[path]).sqrt()
+        worst = relative if worst is None else torch.maximum(worst, relative)
+    assert worst is not None
+    tokens = tuple(int(count) for count in statistics.of(paths[0]).tokens)
+    joined = tuple(
+        "/".join(dict.fromkeys(pair)) for pair in zip(*(methods[p] for p in paths), strict=True)
+    )
+    return ExpertResult(tokens, tuple(worst.tolist()), joined)

@@ -1,0 +1,53 @@
+"""How large activations get around each matrix: what float16 and eight bits must hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SAMPLED_ROWS = 16  # every sixteenth row goes into the magnitude histogram
+BINS = 1024  # over log2 of the magnitude
+LOWEST, HIGHEST = -24.0, 17.0  # log2; float16's smallest subnormal and just past its largest
+OUTLIER = 10.0  # times the median channel's largest magnitude
+
+
+@dataclass
+class Ranges:
+    """One matrix's input and output magnitudes, summed over forwards."""
+
+    channel_absmax: Tensor  # [in]
+    histogram: Tensor  # float64 [BINS], counts of log2 |input|
+    output_absmax: float = 0.0
+
+    @staticmethod
+    def of_width(columns: int, device: torch.device) -> Ranges:
+        histogram = torch.zeros(BINS, dtype=torch.float64, device=device)
+        return Ranges(torch.zeros(columns, device=device), histogram)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Takes in x [rows, in] and y [rows, out]."""
+        if not x.numel():
+            return
+        self.channel_absmax = torch.maximum(self.channel_absmax, x.abs().amax(0).float())
+        self.output_absmax = max(self.output_absmax, float(y.abs().max()))
+        sample = x[::SAMPLED_ROWS].float().abs().clamp(min=2**LOWEST, max=2**HIGHEST).log2()
+        self.histogram += torch.histc(sample, BINS, LOWEST, HIGHEST).double()
+
+    @property
+    def input_absmax(self) -> float:
+        return float(self.channel_absmax.max())
+
+    @property
+    def input_p999(self) -> float:
+        """The 99.9th percentile of |input|, to the histogram's 3 %."""
+        share = self.histogram.cumsum(0) / self.histogram.sum().clamp(min=1)
+        place = int((share < 0.999).sum())
+        upper = 2 ** (LOWEST + (HIGHEST - LOWEST) * (place + 1) / BINS)
+        return min(upper, self.input_absmax)
+
+    @property
+    def outlier_channels(self) -> int:
+        """Input channels whose largest magnitude is over ten times the median channel's."""
+        return int((self.channel_absmax > OUTLIER * self.channel_absmax.median()).sum())

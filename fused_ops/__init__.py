@@ -1,0 +1,1 @@
+"""GLM-5's three heavy operations, each with a definition in plain torch."""

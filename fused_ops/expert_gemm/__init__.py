@@ -1,0 +1,1 @@
+"""Grouped matrix product of the routed experts."""

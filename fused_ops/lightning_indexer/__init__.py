@@ -1,0 +1,1 @@
+"""Lightning Indexer: which past tokens a query attends."""

@@ -1,0 +1,1 @@
+"""Sparse Flash Attention: MLA over the tokens the indexer chose."""

@@ -1,0 +1,100 @@
+"""What Sparse Flash Attention takes, costs and may err, and who implements it.
+
+| argument    | shape                                       | dtype                            |
+|-------------|---------------------------------------------|----------------------------------|
+| query       | [tokens, heads, dim], W_UK absorbed         | f32, bf16                        |
+| latent      | [keys, dim], or [pages, page, dim]          | as query                         |
+|             | or [keys, 656], [pages, page, 656]          | uint8 rows, `kv_format` says how |
+| indices     | [tokens, selected], positions in a sequence | int32; < 0 or past the end: none |
+| offsets     | [sequences + 1], bounds of the queries      | int                              |
+| key_offsets | [sequences + 1], bounds of the keys         | int; default: offsets            |
+| page_table  | [sequences, pages a sequence]               | int32; -1 where unused           |
+
+One key head serves every query head; its first `value_dim` features are the value. Softmax and sums
+in float32; out in the query's dtype with float32 log-sum-exp. Nothing selected: zeros and -inf. An
+index may come twice and then counts twice; causality is the indexer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from fused_ops.op import Cost, Implementation, Limit, Op
+
+KvFormat = Literal["plain", "fp8_656", "int8_656"]
+
+LATENT_DIM, ROPE_DIM, TILE = 512, 64, 128  # GLM-5: 512 latent features in 4 tiles, 64 rotated
+ROW_BYTES = LATENT_DIM + 4 * (LATENT_DIM // TILE) + 2 * ROPE_DIM  # 656
+KV_FORMATS: dict[str, KvFormat] = {
+    "f32": "plain",
+    "bf16": "plain",
+    "fp8": "fp8_656",
+    "int8": "int8_656",
+}
+FEATURES = frozenset({"ragged", "paged", "decode", "noncontiguous"})
+LIMITS = {"heads": Limit(1, 128), "dim": Limit(1, 1024), "value_dim": Limit(1, 1024)}
+
+
+def row_bytes(dim: int, dtype: str) -> int:
+    """Returns the bytes of one token's cache row."""
+    return {"f32": 4 * dim, "bf16": 2 * dim}.get(dtype, ROW_BYTES)
+
+
+def cost(shape: Mapping[str, int], dtype: str) -> Cost:
+    """`shape`: tokens, heads, dim, value_dim, selected, and keys in all (rows there are to read).
+
+    bytes: query, output, log-sum-exp and indices once, and each cache row that can be needed once.
+    """
+    tokens, heads, selected = shape["tokens"], shape["heads"], shape["selected"]
+    dim, value_dim = shape["dim"], shape["value_dim"]
+    element = 4 if dtype == "f32" else 2
+    per_query = heads * ((dim + value_dim) * element + 4) + 4 * selected
+    rows = min(shape["keys"], tokens * selected)
+    return Cost(
+        flop=2 * tokens * heads * selected * (dim + value_dim),
+        bytes=tokens * per_query + rows * row_bytes(dim, dtype),
+    )
+
+
+def _compiled(isa: str, dtypes: frozenset[str]) -> Implementation:
+    return Implementation(
+        name=f"cpp-{isa}",
+        entry=f"fused_ops.sparse_attention.cpu:sparse_attention_{isa}",
+        kinds=frozenset({"cpu"}),
+        dtypes=dtypes,
+        features=FEATURES,
+        available=f"fused_ops.build:unavailable:{isa}",
+    )
+
+
+OP = Op(
+    name="sparse_attention",
+    summary="MLA over the tokens the indexer chose",
+    reference="fused_ops.sparse_attention.reference:sparse_attention",
+    cost="fused_ops.sparse_attention.contract:cost",
+    cases="fused_ops.sparse_attention.cases",
+    limits=LIMITS,
+    features=FEATURES,
+    # Against torch in the query's dtype (bfloat16 products and softmax weights, float32 sums).
+    error_multiple={"f32": 4.0, "bf16": 1.5, "fp8": 1.5, "int8": 1.5},
+    implementations=(
+        _compiled("avx512bf16", frozenset({"bf16", "fp8", "int8"})),  # rounds rows to bfloat16
+        *(_compiled(isa, frozenset(KV_FORMATS)) for isa in ("avx512", "avx2", "portable")),
+        Implementation(
+            name="triton",
+            entry="fused_ops.sparse_attention.triton_kernel:sparse_attention",
+            kinds=frozenset({"cuda"}),
+            dtypes=frozenset({"f32", "bf16"}),
+            features=FEATURES,
+            available="fused_ops.triton_support:unavailable",
+        ),
+        Implementation(
+            name="eager",
+            entry="fused_ops.sparse_attention.reference:sparse_attention",
+            kinds=frozenset({"cpu", "cuda", "ascend"}),
+            dtypes=frozenset(KV_FORMATS),
+            features=FEATURES,
+        ),
+    ),
+)

@@ -1,0 +1,272 @@
+"""The command line: parse, call, print. Heavy imports wait inside the commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from glm5q.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FOLDER = click.Path(path_type=Path)
+FORMATS_HELP = "compressed-tensors, sglang-w4afp8, modelslim"
+DATA_HELP = "JSONL (text, messages or input_ids) or plain text."
+EPS_HELP = (
+    "eps of q_a_layernorm and kv_a_layernorm; default: config's rms_norm_eps, as vLLM and SGLang "
+    "use (transformers: 1e-6)."
+)
+
+
+class _Group(click.Group):
+    """Turns a UserError into one line and exit code 1; other exceptions keep their traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            click.echo(f"glm5q: {error}", err=True)
+            ctx.exit(error.exit_code)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="glm5q")
+def main() -> None:
+    """Quantize GLM-5 layer by layer, and show what was lost and won."""
+
+
+@main.command()
+@click.argument("checkpoint", type=FOLDER, required=False)
+@click.option(
+    "--recipe", "recipes", multiple=True, required=True, help="Name or YAML file; may repeat."
+)
+@click.option(
+    "--output", type=FOLDER, required=True, help="New folder for the checkpoint and report."
+)
+@click.option("--data", type=FOLDER, help=f"Calibration text. {DATA_HELP}")
+@click.option(
+    "--eval-data", type=FOLDER, help="Evaluation text; default: windows kept back from --data."
+)
+@click.option("--windows", type=click.IntRange(min=2), help="Calibration windows at most.")
+@click.option("--sequence-length", type=click.IntRange(min=16), help="Tokens a window.")
+@click.option("--eval-windows", type=click.IntRange(min=2), default=16, show_default=True)
+@click.option("--latent-norm-eps", type=click.FloatRange(min=0, min_open=True), help=EPS_HELP)
+@click.option("--format", help=f"{FORMATS_HELP}; default: the recipe's.")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--effort", type=click.Choice(["fast", "best"]), default="fast", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
+def calibrate(
+    as_json: bool,
+    checkpoint: Path | None,
+    eval_data: Path | None,
+    eval_windows: int,
+    **options: Any,
+) -> None:
+    """Quantize CHECKPOINT (default: the small one in the package) by each recipe.
+
+    Repeat an interrupted command to resume it.
+    """
+    from glm5q import pipeline, progress
+
+    asked = pipeline.CalibrateOptions(
+        source=checkpoint or pipeline.embedded_checkpoint(),
+        evaluation_data=eval_data, evaluation_windows=eval_windows, **options,
+    )  # fmt: skip
+    with progress.bar() as update:
+        finished = pipeline.calibrate(asked, update)
+    for one in finished:
+        _show(one.run, as_json)
+        if not as_json:
+            _places(
+                ("quantized checkpoint", one.checkpoint),
+                ("record", one.record),
+                ("report", one.page),
+            )
+
+
+@main.command()
+@click.argument("checkpoint", type=FOLDER, required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def inspect(checkpoint: Path | None, as_json: bool) -> None:
+    """Say what CHECKPOINT is: variant, layers, roles, dtypes, bytes."""
+    from glm5q import pipeline, views
+
+    found = pipeline.inspect(checkpoint or pipeline.embedded_checkpoint())
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+    else:
+        views.inspection(found, _console())
+
+
+@main.command()
+@click.argument("source", type=FOLDER)
+@click.argument("quantized", type=FOLDER)
+@click.option("--data", type=FOLDER, help=f"Text that calibration did not see. {DATA_HELP}")
+@click.option("--output", type=FOLDER, help="Write the record here (.json) and its page beside it.")
+@click.option("--windows", type=click.IntRange(min=2), default=16, show_default=True)
+@click.option("--sequence-length", type=click.IntRange(min=16), default=2048, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--latent-norm-eps", type=click.FloatRange(min=0, min_open=True), help=EPS_HELP)
+@click.option("--weights-only", is_flag=True, help="Leave activations unquantized.")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
+def evaluate(weights_only: bool, as_json: bool, **options: Any) -> None:
+    """Measure how far QUANTIZED is from SOURCE."""
+    from glm5q import pipeline, progress
+
+    with progress.bar() as update:
+        run, page = pipeline.compare_checkpoints(
+            quantize_activations=not weights_only, progress=update, **options
+        )
+    _show(run, as_json)
+    if page is not None and not as_json:
+        _places(("record", options["output"]), ("report", page))
+
+
+@main.command()
+@click.argument("checkpoint", type=FOLDER)
+@click.option("--source", type=FOLDER, help="The unquantized checkpoint, to hold weights against.")
+@click.option("--json", "as_json", is_flag=True, help="Print every row as JSON.")
+def verify(checkpoint: Path, source: Path | None, as_json: bool) -> None:
+    """Prove that an engine will load a quantized CHECKPOINT; exit 1 if a check fails."""
+    from glm5q import views
+    from glm5q.verify import verify as run_checks
+
+    report = run_checks(checkpoint, source)
+    if as_json:
+        click.echo(json.dumps(report.as_json(), indent=1))
+    else:
+        views.verification(report, _console())
+    sys.exit(0 if report.ok else 1)
+
+
+@main.command()
+@click.argument("checkpoint", type=FOLDER)
+@click.option("--format", "name", required=True, help=f"{FORMATS_HELP} or onnx.")
+@click.option("--output", type=FOLDER, required=True, help="New folder.")
+@click.option("--vllm-only", is_flag=True, help="compressed-tensors: a config not for SGLang.")
+@click.option("--copy-mtp", is_flag=True, help="Give MTP layers the embedding and head again.")
+@click.option("--layers", help="onnx: layers alone, as 0,3-5; default: the whole model.")
+def export(checkpoint: Path, name: str, output: Path, **options: Any) -> None:
+    """Write a quantized CHECKPOINT in another format, without calibrating again."""
+    from glm5q import pipeline, progress
+
+    with progress.bar() as update:
+        pipeline.export(checkpoint, name, output, progress=update, **options)
+    _places((name, output))
+
+
+@main.command()
+@click.argument("record", type=FOLDER)
+@click.option(
+    "--output", type=FOLDER, help="Page to write; default: report.html beside the record."
+)
+@click.option("--card", is_flag=True, help="Print the Markdown model card instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
+def report(record: Path, output: Path | None, card: bool, as_json: bool) -> None:
+    """Make the HTML page of RECORD (a report.json, or its folder)."""
+    from glm5q import pipeline
+
+    if card:
+        click.echo(pipeline.model_card(record), nl=False)
+        return
+    run, page = pipeline.render(record, output)
+    _show(run, as_json)
+    if not as_json:
+        _places(("report", page))
+
+
+@main.command()
+@click.argument("records", type=FOLDER, nargs=-1, required=True)
+@click.option("--output", type=FOLDER, help="Write a page that lays the runs side by side.")
+@click.option("--force", is_flag=True, help="Compare runs on other data or another source.")
+@click.option("--fail-if", help="Exit 1 if true, as 'kl_mean>1.05x,top1_agreement<0.95'.")
+@click.option("--markdown", is_flag=True, help="Print Markdown, for a pull request.")
+@click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON.")
+def compare(
+    records: tuple[Path, ...],
+    output: Path | None,
+    force: bool,
+    fail_if: str | None,
+    markdown: bool,
+    as_json: bool,
+) -> None:
+    """Say what moved between RECORDS (report.json files or folders), the first the baseline."""
+    from glm5q import pipeline
+    from reports import compare as comparing
+
+    found = pipeline.compare(records, output, force)
+    breaches = comparing.check(found, fail_if) if fail_if else ()
+    if as_json:
+        click.echo(json.dumps(comparing.as_json(found, breaches), indent=1))
+    elif markdown:
+        click.echo(comparing.markdown(found), nl=False)
+    else:
+        comparing.show(found, _console())
+    for breach in breaches:
+        click.echo(f"glm5q: {breach}", err=True)
+    sys.exit(1 if breaches else 0)
+
+
+@main.group()
+def recipes() -> None:
+    """List, show and check recipes."""
+
+
+@recipes.command("list")
+@click.option("--json", "as_json", is_flag=True)
+def list_recipes(as_json: bool) -> None:
+    """List the shipped recipes."""
+    from glm5q import views
+    from recipes import schema
+
+    found = [schema.load(name) for name in schema.shipped()]
+    if as_json:
+        click.echo(json.dumps([recipe.model_dump(mode="json") for recipe in found], indent=1))
+    else:
+        views.recipe_list(found, _console())
+
+
+@recipes.command("show")
+@click.argument("name")
+def show_recipe(name: str) -> None:
+    """Print a recipe's YAML, to start one's own from."""
+    from recipes import schema
+
+    click.echo(schema.text(name), nl=False)
+
+
+@recipes.command("validate")
+@click.argument("file", type=FOLDER)
+def validate_recipe(file: Path) -> None:
+    """Check a recipe FILE: keys, roles, and what its chip can do."""
+    from glm5q import pipeline
+
+    recipe = pipeline.validate_recipe(file)
+    click.echo(f"{file}: {recipe.name} is a valid recipe for {recipe.target}")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def _show(run: Any, as_json: bool) -> None:
+    if as_json:
+        click.echo(run.model_dump_json(indent=1))
+        return
+    from reports import terminal
+
+    terminal.show(run, _console())
+
+
+def _places(*places: tuple[str, Path]) -> None:
+    width = max(len(label) for label, _ in places)
+    for label, path in places:
+        click.echo(f"{label:<{width}}  {path}")

@@ -1,0 +1,91 @@
+"""One decoder layer in memory: its vectors, and its matrices as floats or as codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from glm5q import quant
+from glm5q.types import ActivationGrid, CodedScheme, StaticFp8
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A quantized matrix: int8 codes [..., out, in], float32 scale [..., out, groups], scheme.
+
+    Fp8Scheme: e4m3 codes, scale [..., out / 128, in / 128]. `input_scale` is the static activation
+    scale where the scheme has one, the same for a whole stack.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    scheme: CodedScheme
+    input_scale: float | None = None
+
+    def activation(self) -> ActivationGrid | None:
+        """Returns the grid its input meets in deployment."""
+        if self.scheme.activation != "fp8_static":
+            return self.scheme.activation
+        if self.input_scale is None:
+            raise ValueError("fp8_static without an input_scale")
+        return StaticFp8(self.input_scale)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer by path relative to it. Vectors carry `.weight` or `.bias`, matrices neither.
+
+    Routed experts are stacked: `mlp.experts.gate_up_proj` [experts, 2 x width, hidden] and
+    `mlp.experts.down_proj` [experts, hidden, width]. Matrices named in `from_fp8` were FP8 blocks
+    and are float32 here, for one rounding to whatever they become; `fp8_scales` are the scales of
+    those that are not stacks, so that FP8 can be had back as it was.
+    """
+
+    number: int
+    vectors: dict[str, Tensor]
+    matrices: dict[str, Tensor | Codes]
+    from_fp8: frozenset[str] = frozenset()
+    fp8_scales: dict[str, Tensor] = field(default_factory=dict)
+
+    def with_matrices(self, matrices: dict[str, Tensor | Codes]) -> Layer:
+        return replace(self, matrices={**self.matrices, **matrices})
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A layer ready to run: floating-point matrices and the activation grid each one meets."""
+
+    vectors: dict[str, Tensor]
+    matrices: dict[str, Tensor]
+    activation: dict[str, ActivationGrid | None]
+
+
+def runnable(
+    layer: Layer,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    stored_dtype: torch.dtype | None = None,
+    quantize_activations: bool = True,
+) -> Weights:
+    """Returns the layer's weights as `dtype` on `device`, codes times scale.
+
+    `stored_dtype` rounds dequantized matrices there first, as loaders that hand out bfloat16 do.
+    With `quantize_activations` False the forward is weight-only.
+    """
+    matrices: dict[str, Tensor] = {}
+    activation: dict[str, ActivationGrid | None] = {}
+    for path, matrix in layer.matrices.items():
+        activation[path] = None
+        if isinstance(matrix, Codes):
+            values = quant.dequantize(
+                matrix.codes.to(device), matrix.scale.to(device), stored_dtype or dtype
+            )
+            matrices[path] = values.to(dtype)
+            if quantize_activations:
+                activation[path] = matrix.activation()
+        else:
+            matrices[path] = matrix.to(device=device, dtype=dtype)
+    vectors = {path: vector.to(device=device).float() for path, vector in layer.vectors.items()}
+    return Weights(vectors, matrices, activation)

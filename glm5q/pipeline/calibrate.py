@@ -1,0 +1,262 @@
+"""`glm5q calibrate`: recipes, data, the loop, evaluation, record and page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calibrate import run
+from calibrate.data import Windows, load_windows
+from calibrate.evaluate import evaluate
+from calibrate.guidance import guide
+from glm5q import formats
+from glm5q.checkpoint import Checkpoint, open_checkpoint
+from glm5q.errors import DataError, OutputError, RecipeError
+from glm5q.formats.quantized import open_any
+from glm5q.formats.readme import readme
+from glm5q.pipeline import describe
+from glm5q.pipeline.common import EVALUATION_WINDOWS, check_device, embedded_checkpoint, scan
+from glm5q.writer import file_sha256, open_writer
+from recipes import schema
+from recipes.schema import Recipe
+from reports import record as records
+from targets.base import check_recipe_dtypes
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """What `glm5q calibrate` was asked for. None takes the recipe's or the built-in choice."""
+
+    source: Path
+    recipes: tuple[str, ...]
+    output: Path
+    data: Path | None = None
+    evaluation_data: Path | None = None
+    windows: int | None = None
+    sequence_length: int | None = None
+    evaluation_windows: int = EVALUATION_WINDOWS
+    latent_norm_eps: float | None = None
+    effort: schema.Effort = "fast"
+    device: str = "cpu"
+    format: str | None = None
+
+
+def calibrate(
+    options: CalibrateOptions, progress: run.Progress = run.silent
+) -> list[describe.Finished]:
+    """Quantizes a checkpoint by each recipe, evaluates, and writes record and page beside it.
+
+    One recipe writes to `output`, several to a folder each inside it. Repeating the command of an
+    interrupted run resumes it.
+    """
+    started = time.perf_counter()
+    check_device(options.device)
+    recipes = [_adjusted(schema.load(name), options) for name in options.recipes]
+    source = open_checkpoint(options.source, options.latent_norm_eps)
+    for recipe in recipes:
+        _check_recipe(recipe, source)
+    outputs = _outputs(options, recipes)
+    data = _Data.load(options, recipes[0], source)
+    content_hash = scan(source, progress)
+    scanned = time.perf_counter()
+    jobs: list[run.Job] = []
+    done = False
+    try:
+        for recipe, output in zip(recipes, outputs, strict=True):
+            identity = _identity(recipe, content_hash, data, options)
+            stem = formats.get(recipe.format).STEM
+            writer = open_writer(output, source.config.num_layers + 2, identity, stem)
+            states = run.embed(source, data.calibration.tokens, options.device)
+            jobs.append(run.Job(recipe, writer, states))
+        _guide(jobs, source, data, options, progress)
+        run.calibrate(
+            source, jobs, data.calibration.tokens, data.held_out, progress, options.device
+        )
+        for job in jobs:
+            _finish(source, job)
+        quantized = time.perf_counter()
+        times = {"scan": scanned - started, "layers": quantized - scanned}
+        reports = [
+            _report(source, content_hash, job, data, options, times, progress) for job in jobs
+        ]
+        done = True
+        return reports
+    finally:
+        for job in jobs:
+            job.writer.close(finished=done)
+
+
+def _guide(
+    jobs: Sequence[run.Job],
+    source: Checkpoint,
+    data: _Data,
+    options: CalibrateOptions,
+    progress: run.Progress,
+) -> None:
+    """Gives the jobs that want it the end loss's weights: the source's alone, so once for all."""
+    wanting = [job for job in jobs if job.recipe.steps.guidance]
+    if wanting:
+        found = guide(source, data.calibration.tokens, progress, options.device)
+        for job in wanting:
+            job.guidance = found
+
+
+def _adjusted(recipe: Recipe, options: CalibrateOptions) -> Recipe:
+    """The recipe with the command line's effort, format and amounts of data."""
+    plan = recipe.calibration.model_dump()
+    plan |= {"windows": options.windows} if options.windows else {}
+    plan |= {"sequence_length": options.sequence_length} if options.sequence_length else {}
+    update: dict[str, Any] = {
+        "calibration": schema.CalibrationPlan(**plan),
+        "effort": options.effort,
+    }
+    if options.format is not None:
+        update["format"] = formats.get(options.format).NAME
+    return recipe.model_copy(update=update)
+
+
+def validate_recipe(file: Path) -> Recipe:
+    """Returns the recipe in `file` once its keys, roles and target's number formats are checked."""
+    recipe = schema.load(str(file))
+    _check_target(recipe)
+    return recipe
+
+
+def _check_recipe(recipe: Recipe, source: Checkpoint) -> None:
+    schema.check_fits(recipe, source.config)
+    _check_target(recipe)
+    config = source.config
+    assignments = [recipe.assignment(number, config) for number in range(config.num_layers)]
+    found = formats.get(recipe.format).problems(assignments, config, recipe.options())
+    for problem in found:
+        raise RecipeError(
+            f"{recipe.name}: format {recipe.format}: {problem}", "change the recipe or --format"
+        )
+
+
+def _check_target(recipe: Recipe) -> None:
+    for problem in check_recipe_dtypes(recipe.target, recipe.activations()):
+        raise RecipeError(f"{recipe.name}: {problem}", "choose formats this chip multiplies")
+
+
+def _outputs(options: CalibrateOptions, recipes: Sequence[Recipe]) -> list[Path]:
+    source, output = options.source.resolve(), options.output.resolve()
+    if source == output or source.is_relative_to(output) or output.is_relative_to(source):
+        raise OutputError(
+            f"{options.output}: is, holds or lies in the source", "give another --output"
+        )
+    plans = {recipe.calibration.model_dump_json() for recipe in recipes}
+    if len(plans) > 1:
+        raise RecipeError(
+            "recipes given together need the same calibration section",
+            "run them apart, or give --windows and --sequence-length",
+        )
+    if len({recipe.name for recipe in recipes}) < len(recipes):
+        raise RecipeError("the same recipe is given twice", "name each once")
+    if len(recipes) == 1:
+        return [options.output]
+    return [options.output / recipe.name for recipe in recipes]
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Windows for statistics and choices, and others for evaluation, with their files' hashes."""
+
+    calibration: Windows
+    held_out: int
+    evaluation: Windows
+    hashes: tuple[str, str]
+
+    @staticmethod
+    def load(options: CalibrateOptions, recipe: Recipe, source: Checkpoint) -> _Data:
+        plan = recipe.calibration
+        embedded = options.source.resolve() == embedded_checkpoint().resolve()
+        data = options.data or (embedded_checkpoint() / "calibration.jsonl" if embedded else None)
+        if data is None:
+            raise DataError("no calibration text", "give --data FILE (JSONL or plain text)")
+        apart = options.evaluation_data
+        if apart is None and options.data is None:
+            apart = embedded_checkpoint() / "heldout.jsonl"
+        reserved = 0 if apart else options.evaluation_windows
+        common = (options.source, source.config.vocab_size, plan.sequence_length)
+        windows = load_windows(data, *common, plan.windows + reserved, plan.seed)
+        if apart is None:
+            split = len(windows.tokens) - reserved
+            if split < 2 * reserved:
+                raise DataError(
+                    f"{data}: {len(windows.tokens)} windows, too few to evaluate on {reserved}",
+                    "give more text, --eval-data, or fewer --eval-windows",
+                )
+            windows, evaluation = windows.take(0, split), windows.take(split, split + reserved)
+        else:
+            evaluation = load_windows(apart, *common, options.evaluation_windows, plan.seed)
+        held_out = max(1, round(plan.held_out * len(windows.tokens)))
+        hashes = (file_sha256(data), file_sha256(apart or data))
+        if apart is not None and hashes[0] == hashes[1]:
+            raise DataError(f"{apart}: is the calibration text too", "evaluate on other text")
+        return _Data(windows, held_out, evaluation, hashes)
+
+
+def _identity(
+    recipe: Recipe, content_hash: str, data: _Data, options: CalibrateOptions
+) -> dict[str, str]:
+    """What must be equal for a run to go on where another stopped."""
+    return {
+        "glm5q version": describe.package_version("glm5q"),
+        "source": content_hash,
+        "recipe": recipe.content_hash(),
+        "data": data.calibration.content_hash,
+        "device": options.device,
+        "latent norm eps": str(options.latent_norm_eps),
+    }
+
+
+def _finish(source: Checkpoint, job: run.Job) -> None:
+    config = source.config
+    assignments = [job.recipe.assignment(n, config) for n in range(config.num_layers)]
+    engine, options = formats.get(job.recipe.format), job.recipe.options()
+    written = [name for shard in job.shards for name in shard.tensors]
+    ends = engine.finish(source.raw_config, assignments, config, options, written)
+    origin = f"recipe `{job.recipe.name}`"
+    text = readme(engine.NAME, assignments, config, options, origin, job.recipe.verification)
+    job.writer.finish(ends.config, job.shards, source.root, ends.files | {"README.md": text})
+
+
+def _report(
+    source: Checkpoint,
+    content_hash: str,
+    job: run.Job,
+    data: _Data,
+    options: CalibrateOptions,
+    times: dict[str, float],
+    progress: run.Progress,
+) -> describe.Finished:
+    output = job.writer.output
+    quantized = open_any(output, options.latent_norm_eps)
+    tokens = data.evaluation.tokens
+    comparison = evaluate(source, quantized, tokens, progress, device=options.device)
+    evaluation = describe.data_info(data.evaluation, 0, data.hashes[1])
+    asked = job.recipe.calibration.windows
+    got = len(data.calibration.tokens)
+    notes = [f"asked for {asked} calibration windows, the data gave {got}"] if got < asked else []
+    finished = records.RunRecord(
+        kind="calibrate",
+        created=describe.now(),
+        command=describe.command(),
+        output=str(output),
+        machine=describe.machine(options.device),
+        source=describe.source_info(source, content_hash),
+        recipe=describe.recipe_info(job.recipe),
+        calibration=describe.data_info(data.calibration, data.held_out, data.hashes[0]),
+        size=describe.size(source, job),
+        layers=[describe.layer(result) for result in job.results],
+        accuracy=describe.accuracy(comparison, evaluation, source.config),
+        times_s=times | {"evaluate": comparison.time_s},
+        peak_memory_bytes=describe.peak_memory_bytes(),
+        resumed_layers=job.resumed,
+        notes=notes,
+    )
+    return describe.write(finished, output / "report.json", output)

@@ -1,0 +1,42 @@
+"""What several commands share: the embedded checkpoint, devices, defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from calibrate import run
+from glm5q import tiny
+from glm5q.checkpoint import Checkpoint
+from glm5q.errors import UserError
+
+EVALUATION_WINDOWS = 16
+DEVICES = ("cpu", "cuda")
+
+
+def embedded_checkpoint() -> Path:
+    """Returns the folder of the small trained GLM-5 that comes with the package."""
+    return tiny.path()
+
+
+def check_device(device: str) -> None:
+    """Raises UserError unless torch can compute on `device` here."""
+    if device.split(":")[0] not in DEVICES:
+        raise UserError(f"--device {device}: no such device", f"give {' or '.join(DEVICES)}")
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch built without it asserts
+        raise UserError(f"--device {device}: not usable here ({error})", "give cpu") from None
+
+
+def scan(source: Checkpoint, progress: run.Progress = run.silent) -> str:
+    """Returns the source's content hash after checking that every value is finite."""
+    done, total = 0, source.nbytes  # once: a sum over every tensor for every tensor takes an hour
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("checking the source", done, total)
+
+    return source.scan(advance)

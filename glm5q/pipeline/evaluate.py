@@ -1,0 +1,82 @@
+"""`glm5q evaluate`: any quantized GLM-5 checkpoint against its source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from calibrate import run
+from calibrate.data import load_windows
+from calibrate.evaluate import evaluate
+from glm5q.checkpoint import Checkpoint, open_checkpoint
+from glm5q.errors import DataError, OutputError
+from glm5q.formats.quantized import open_any
+from glm5q.pipeline import describe
+from glm5q.pipeline.common import EVALUATION_WINDOWS, check_device, embedded_checkpoint, scan
+from glm5q.writer import file_sha256
+from reports import record as records
+
+
+def compare_checkpoints(
+    source: Path,
+    quantized: Path,
+    data: Path | None,
+    output: Path | None,
+    windows: int = EVALUATION_WINDOWS,
+    sequence_length: int = 2048,
+    seed: int = 0,
+    latent_norm_eps: float | None = None,
+    quantize_activations: bool = True,
+    device: str = "cpu",
+    progress: run.Progress = run.silent,
+) -> tuple[records.RunRecord, Path | None]:
+    """Evaluates a quantized checkpoint against its source; writes record and page if `output`."""
+    check_device(device)
+    if output is not None and (output.is_dir() or output.suffix == ".html"):
+        raise OutputError(f"{output}: not a name for the record", "give a file as report.json")
+    left = open_checkpoint(source, latent_norm_eps)
+    right = open_any(quantized, latent_norm_eps)
+    _check_same_shape(left, right, quantized)
+    embedded = source.resolve() == embedded_checkpoint().resolve()
+    file = data or (embedded_checkpoint() / "heldout.jsonl" if embedded else None)
+    if file is None:
+        raise DataError("no evaluation text", "give --data FILE that calibration did not see")
+    _check_unseen(file, quantized)
+    text = load_windows(file, source, left.config.vocab_size, sequence_length, windows, seed)
+    comparison = evaluate(left, right, text.tokens, progress, quantize_activations, device)
+    finished = records.RunRecord(
+        kind="evaluate",
+        created=describe.now(),
+        command=describe.command(),
+        output=str(quantized),
+        machine=describe.machine(device),
+        source=describe.source_info(left, scan(left, progress)),
+        accuracy=describe.accuracy(
+            comparison, describe.data_info(text, 0, file_sha256(file)), left.config
+        ),
+        times_s={"evaluate": comparison.time_s},
+        peak_memory_bytes=describe.peak_memory_bytes(),
+        notes=[] if quantize_activations else ["weights only: activations were not quantized"],
+    )
+    if output is None:
+        return finished, None
+    return finished, describe.write(finished, output, quantized).page
+
+
+def _check_same_shape(left: Checkpoint, right: Any, path: Path) -> None:
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "n_routed_experts"):
+        mine, theirs = getattr(left.config, key), getattr(right.config, key)
+        if mine != theirs:
+            raise OutputError(
+                f"{path}: {key} is {theirs}, the source's is {mine}", "compare like with like"
+            )
+
+
+def _check_unseen(file: Path, quantized: Path) -> None:
+    """Refuses to evaluate on the very file that calibration read."""
+    beside = quantized / "report.json"
+    if not beside.exists():
+        return
+    calibration = records.read_record(beside).calibration
+    if calibration is not None and file.exists() and calibration.file_hash == file_sha256(file):
+        raise DataError(f"{file}: calibration saw this text", "give other text with --data")

@@ -1,0 +1,43 @@
+"""`glm5q report` and `glm5q compare`: pages, cards and verdicts made from records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from glm5q.writer import write_error
+from reports import card, comparison, html
+from reports import compare as comparing
+from reports import record as records
+
+
+def render(path: Path, output: Path | None) -> tuple[records.RunRecord, Path]:
+    """Returns the record in `path` and the page written from it."""
+    found = records.read_record(path)
+    folder = path if path.is_dir() else path.parent
+    page = output or folder / "report.html"
+    try:
+        html.write_page(found, page)
+    except OSError as error:
+        raise write_error(page, error) from None
+    return found, page
+
+
+def model_card(path: Path) -> str:
+    """Returns the Markdown card of the record in `path`."""
+    return card.model_card(records.read_record(path))
+
+
+def compare(paths: Sequence[Path], page: Path | None, force: bool = False) -> comparison.Comparison:
+    """Returns how the runs recorded in `paths` differ from the first; writes a page if asked.
+
+    Raises UserError naming what differs when they are not comparable, unless `force`.
+    """
+    found = [records.read_record(path) for path in paths]
+    result = comparison.compare(found, [str(path) for path in paths], force)
+    if page is not None:
+        try:
+            comparing.write_page(result, page)
+        except OSError as error:
+            raise write_error(page, error) from None
+    return result

@@ -1,0 +1,1 @@
+"""What to do to each role, one YAML a chip."""

@@ -1,0 +1,378 @@
+"""Recipes: strict YAML that decides every role. Unknown keys and undecided roles are errors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from glm5q import names
+from glm5q.config import ModelConfig
+from glm5q.errors import RecipeError
+from glm5q.formats.base import Options
+from glm5q.types import Fp8Scheme, IntScheme, KeepScheme, Role, Scheme
+
+KEEP_ONLY = {
+    Role.EMBEDDING: "looked up, not multiplied",
+    Role.LM_HEAD: "engines build it unquantized",
+    Role.NORM: "a vector",
+    Role.ROUTER: "its rounding reroutes tokens",
+    Role.KV_B: "absorbed into the attention; engines read it unquantized",
+    Role.INDEXER_KEY: "engines fuse wk with weights_proj, unquantized",
+    Role.INDEXER_WEIGHTS: "engines fuse it with wk, unquantized",
+    Role.MTP_PROJECTION: "engines build it unquantized",
+}
+# What GLM-5-FP8 stores in blocks, and SGLang's w4afp8 expects so; routed experts have int4 there.
+FP8_ROLES = {
+    Role.ATTENTION,
+    Role.KV_B,
+    Role.INDEXER_QUERY,
+    Role.INDEXER_KEY,
+    Role.DENSE_MLP,
+    Role.SHARED_EXPERT,
+}
+SOURCE_DTYPE = {Role.EMBEDDING, Role.LM_HEAD, Role.NORM}
+EXAMPLE = "`glm5q recipes show h200` prints one to compare with"
+# Engines fuse both and read one scheme for a layer's routed experts, so overrides go by layer.
+UNOVERRIDABLE = {Role.EMBEDDING, Role.LM_HEAD, Role.NORM, Role.ROUTER}
+
+
+Effort = Literal["fast", "best"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Keep(_Strict):
+    """Leave the weight floating point. float16 is checked against observed ranges first.
+
+    `overflow` says what happens to a float16 matrix whose weights or activations exceed its range.
+    """
+
+    method: Literal["keep"]
+    dtype: Literal["source", "bfloat16", "float16"] = "source"
+    overflow: Literal["bfloat16", "refuse"] = "bfloat16"
+
+    def scheme(self) -> KeepScheme:
+        return KeepScheme(None if self.dtype == "source" else self.dtype)
+
+
+class Clip(_Strict):
+    """Scale search: `steps` shares of the largest magnitude from 1 down to `lowest`.
+
+    The error of each share is weighted by the mean square of the column's activation.
+    """
+
+    steps: int = Field(ge=1, le=200)
+    lowest: float = Field(gt=0, le=1)
+
+
+class _Integer(_Strict):
+    bits: Literal[4, 8]
+    group_size: int | None = Field(gt=0)
+    scale_dtype: Literal["bfloat16", "float32"]
+    activation: Literal["int8", "fp8", "fp8_static"] | None
+    clip: Clip
+
+    def scheme(self) -> IntScheme:
+        return IntScheme(self.bits, self.group_size, self.scale_dtype, self.activation)
+
+
+class Rtn(_Integer):
+    """Round to nearest on the searched scale."""
+
+    method: Literal["rtn"]
+
+
+class Gptq(_Integer):
+    """Second-order rounding (LDLQ form of GPTQ), plain rounding where that is better.
+
+    `damping` is added to the Gram diagonal as a share of its mean. `pooling` n0 blends an expert's
+    Gram of m tokens with the layer's in the share n0 / (n0 + m), n0 in input dimensions.
+    """
+
+    method: Literal["gptq"]
+    damping: float = Field(gt=0, le=1)
+    act_order: bool
+    pooling: float = Field(ge=0)
+
+
+class Fp8(_Strict):
+    """e4m3 with a scale a 128 x 128 block, as GLM-5-FP8; a block's largest magnitude is 448."""
+
+    method: Literal["fp8"]
+
+    def scheme(self) -> Fp8Scheme:
+        return Fp8Scheme()
+
+
+class Steps(_Strict):
+    """What follows GPTQ's rounding at one level of effort; each earns its place in an ablation.
+
+    `descent` rounds of coordinate descent on codes and scales. `guidance` weighs each token in an
+    expert's Gram by how much the model's own loss minds an error there, which costs one sweep
+    forward and one backward over the source. `guidance_floor` is the plain weight's share.
+    """
+
+    descent: int = Field(ge=0, le=20)
+    guidance: bool
+    guidance_floor: float = Field(ge=0, le=1)
+
+
+class Efforts(_Strict):
+    """The two levels a run can be asked for."""
+
+    fast: Steps
+    best: Steps
+
+
+Plan = Annotated[Keep | Rtn | Gptq | Fp8, Field(discriminator="method")]
+
+
+class Override(_Strict):
+    """Another plan for one role in some layers."""
+
+    role: Role
+    layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    plan: Plan
+
+
+class CalibrationPlan(_Strict):
+    """How much text: at most `windows` of `sequence_length` tokens, a share of them held out.
+
+    Held-out windows choose between an expert's candidates and give each layer's error.
+    """
+
+    windows: int = Field(ge=2)
+    sequence_length: int = Field(ge=16)
+    held_out: float = Field(gt=0, lt=0.5)
+    seed: int
+
+
+class Recipe(_Strict):
+    """What to do to each role for one chip and engine."""
+
+    version: Literal[1]
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")  # it names a folder
+    description: str
+    target: str
+    engine: str
+    format: Literal["compressed-tensors", "sglang-w4afp8", "modelslim"]
+    packing: Literal["int32", "int8"]
+    verification: str
+    calibration: CalibrationPlan
+    weights: dict[Role, Plan]
+    mtp: Literal["keep", "quantize"]
+    efforts: Efforts
+    effort: Effort = "fast"
+    mtp_embeddings: Literal["shared", "copied"] = "shared"
+    overrides: tuple[Override, ...] = ()
+
+    def plan(self, role: Role, layer: int, config: ModelConfig) -> Keep | Rtn | Gptq | Fp8:
+        """Returns what to do to `role` in `layer`."""
+        if config.is_mtp(layer) and self.mtp == "keep":
+            return Keep(method="keep")
+        for override in self.overrides:
+            if override.role is role and layer in override.layers:
+                return override.plan
+        return self.weights[role]
+
+    @property
+    def steps(self) -> Steps:
+        """The steps of the effort asked for."""
+        return self.efforts.best if self.effort == "best" else self.efforts.fast
+
+    def assignment(self, layer: int, config: ModelConfig) -> dict[Role, Scheme]:
+        """Returns the scheme of every role in `layer`."""
+        return {role: self.plan(role, layer, config).scheme() for role in Role}
+
+    def activations(self) -> set[str]:
+        """Returns the number formats the target must multiply: of weights and of activations."""
+        wanted: set[str] = set()
+        for plan in (*self.weights.values(), *(o.plan for o in self.overrides)):
+            if isinstance(plan, Rtn | Gptq):
+                wanted.add(f"int{plan.bits}")
+                wanted |= {plan.activation.removesuffix("_static")} if plan.activation else set()
+            elif isinstance(plan, Fp8):
+                wanted.add("fp8")
+        return wanted
+
+    def options(self) -> Options:
+        """Returns what the recipe says of its format's open points."""
+        return Options(packed=self.packing == "int32", copy_mtp=self.mtp_embeddings == "copied")
+
+    def content_hash(self) -> str:
+        """Hash of everything the recipe decides."""
+        content = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+
+def shipped() -> list[str]:
+    """Returns the names of the recipes in the package."""
+    folder = resources.files(__package__)
+    return sorted(
+        f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
+    )
+
+
+def load(name_or_path: str) -> Recipe:
+    """Returns a shipped recipe by name, or one from a file. Raises RecipeError on one line."""
+    where = f"recipes/{name_or_path}.yaml" if name_or_path in shipped() else name_or_path
+    return parse(text(name_or_path), where)
+
+
+def text(name_or_path: str) -> str:
+    """Returns the YAML of a shipped recipe or of a file. Raises RecipeError."""
+    if name_or_path in shipped():
+        return resources.files(__package__).joinpath(f"{name_or_path}.yaml").read_text("utf-8")
+    path = Path(name_or_path)
+    known = f"give a YAML file or one of {', '.join(shipped())}"
+    try:
+        if not path.is_file():
+            raise RecipeError(f"{name_or_path}: no such recipe", known)
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read ({error})", known) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, which YAML would let win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key!r} twice", problem_mark=node.start_mark
+                )
+        return dict(super().construct_mapping(node, deep=deep))
+
+
+def parse(text: str, where: str) -> Recipe:
+    """Returns the recipe in YAML `text`; `where` names it in errors."""
+    try:
+        raw = yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise RecipeError(f"{where}: nested too deeply", EXAMPLE) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or error
+        raise RecipeError(f"{where}:{line} not YAML ({problem})", "mend that line") from None
+    return validated(raw, where)
+
+
+def validated(raw: object, where: str) -> Recipe:
+    """Returns the recipe in what YAML gave; `where` names it in errors. Raises RecipeError."""
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{where}: not a recipe", EXAMPLE)
+    try:
+        recipe = Recipe.model_validate_json(json.dumps(raw))
+    except ValidationError as error:
+        raise RecipeError(f"{where}: {_first(error)}", EXAMPLE) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{where}: {error}", "use texts, numbers, lists and tables") from None
+    for problem, fix in _problems(recipe):
+        raise RecipeError(f"{where}: {problem}", fix)
+    return recipe
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    message = first["msg"]
+    if first["type"] == "extra_forbidden":
+        message = "unknown key"
+    if first["type"] == "enum" and ("weights" in place or "role" in place):
+        message = f"unknown role; roles are {', '.join(Role)}"
+    if isinstance(first["input"], str) and _is_number(first["input"]):
+        message += " (YAML takes 1e-2 for text and 0.01 for a number)"
+    return f"{place}: {message}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yields (what is wrong, what to do)."""
+    undecided = [role.value for role in Role if role not in recipe.weights]
+    if undecided:
+        fix = "give it a method, or {method: keep}"
+        yield f"weights: role {undecided[0]} is undecided", fix
+    for role, plan in recipe.weights.items():
+        yield from _role_problems(f"weights.{role.value}", role, plan)
+    decided: dict[tuple[Role, int], int] = {}
+    for index, override in enumerate(recipe.overrides):
+        where = f"overrides.{index}"
+        if override.role in UNOVERRIDABLE:
+            yield f"{where}: {override.role.value} cannot differ by layer", "decide it in weights"
+        yield from _role_problems(f"{where}.plan", override.role, override.plan)
+        for layer in override.layers:
+            other = decided.setdefault((override.role, layer), index)
+            if other != index or override.layers.count(layer) > 1:
+                yield f"{where}: layer {layer} is decided by overrides.{other} too", "keep one"
+
+
+def _role_problems(
+    where: str, role: Role, plan: Keep | Rtn | Gptq | Fp8
+) -> Iterator[tuple[str, str]]:
+    if isinstance(plan, Keep):
+        if plan.dtype != "source" and role in SOURCE_DTYPE:
+            yield f"{where}.dtype: {role.value} stays in the source's dtype", "give source"
+        return
+    if isinstance(plan, Fp8):
+        if role not in FP8_ROLES:
+            fix = f"FP8 goes for {', '.join(sorted(FP8_ROLES))}"
+            yield f"{where}: {role.value} has no FP8 kernel in any engine", fix
+        return
+    if role in KEEP_ONLY:
+        yield f"{where}: {role.value} must be kept ({KEEP_ONLY[role]})", "give {method: keep}"
+    if plan.bits == 4 and role is not Role.ROUTED_EXPERT:
+        yield f"{where}.bits: engines have four bits for routed_expert only", "give 8"
+    if plan.bits == 8 and plan.group_size is not None:
+        yield f"{where}.group_size: eight bits go per channel", "give null"
+
+
+def check_fits(recipe: Recipe, config: ModelConfig) -> None:
+    """Raises RecipeError when the recipe cannot be applied to this model: groups, layer numbers."""
+    for index, override in enumerate(recipe.overrides):
+        for layer in override.layers:
+            _check_override(
+                f"{recipe.name}: overrides.{index}", override.role, layer, recipe, config
+            )
+    for layer in range(config.num_layers):
+        for module in names.layer_modules(config, layer):
+            scheme = recipe.plan(module.role, layer, config).scheme()
+            columns = module.shape[-1]
+            group = scheme.group_size if isinstance(scheme, IntScheme) else None
+            if group is not None and columns % group:
+                raise RecipeError(
+                    f"{recipe.name}: weights.{module.role.value}.group_size {group} does not "
+                    f"divide the {columns} columns of layer {layer} {module.path}",
+                    f"give a divisor of {columns}, or null for one scale a row",
+                )
+
+
+def _check_override(
+    where: str, role: Role, layer: int, recipe: Recipe, config: ModelConfig
+) -> None:
+    """Raises RecipeError for an override that would change nothing."""
+    if layer >= config.num_layers:
+        last = config.num_layers - 1
+        raise RecipeError(f"{where}: layer {layer}", f"this checkpoint has layers 0 to {last}")
+    if config.is_mtp(layer) and recipe.mtp == "keep":
+        raise RecipeError(f"{where}: layer {layer} is MTP, which is kept", "give mtp: quantize")
+    if all(module.role is not role for module in names.layer_modules(config, layer)):
+        raise RecipeError(f"{where}: layer {layer} has no {role.value}", "leave that layer out")

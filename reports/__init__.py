@@ -1,0 +1,1 @@
+"""A run's record, and the page made from it."""

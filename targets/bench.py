@@ -1,0 +1,199 @@
+"""Times an op's implementations side by side and checks each result in the same run.
+
+Every function is called once to warm up and judged; then they take turns, the order rotated each
+round, so that a busy moment does not fall on one of them alone. Only ratios of one run mean
+anything; on a shared machine look at the process's CPU time with one thread, which waits for
+nobody, and at the load average that is kept with the result.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+
+from fused_ops.op import Implementation, OpRequest, cost, load, resolve
+from fused_ops.testkit import Case, Inputs, on_cpu
+from targets import base
+from targets.baselines import DTYPES, baseline
+from targets.clock import describe, timed
+
+DEVICES = {"cpu": "cpu", "cuda": "cuda"}  # a kind of target -> torch's device
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One function at one shape. Seconds a call: median, least and most over `rounds` turns.
+
+    `cpu_s` is the median of this process's CPU seconds, all threads. `problem` is what is wrong
+    with its result; None if it stands and, unjudged, for plain torch.
+    """
+
+    op: str
+    implementation: str
+    target: str
+    shape: Mapping[str, int]
+    dtype: str
+    median_s: float
+    low_s: float
+    high_s: float
+    cpu_s: float
+    rounds: int
+    floor_s: float | None
+    how: Literal["measured"]
+    device: str
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Timings of one request, why others were not timed, and the load average when it began."""
+
+    request: OpRequest
+    timings: tuple[Timing, ...]
+    refused: tuple[tuple[str, str], ...]
+    load: float
+    threads: int
+
+    def ratio(self, implementation: str, against: str) -> float:
+        """Returns median over median, of CPU time if one thread; below 1 is faster."""
+        alone = self.threads == 1
+        times = {t.implementation: t.cpu_s if alone else t.median_s for t in self.timings}
+        return times[implementation] / times[against]
+
+    def lines(self) -> list[str]:
+        """Returns the table for people: what, on how loaded a machine, and a line a function."""
+        shape = " ".join(f"{name}={size}" for name, size in self.request.shape.items())
+        head = f"{self.request.op} {self.request.dtype} {shape}"
+        rows = [f"{head} ({self.threads} threads, load {self.load:.1f})"]
+        for t in self.timings:
+            floor = f", floor {t.floor_s * 1e3:.3f} ms" if t.floor_s else ""
+            rows.append(
+                f"  {t.implementation:<15}{t.median_s * 1e3:11.3f} ms [{t.low_s * 1e3:.3f} - "
+                f"{t.high_s * 1e3:.3f}] x{t.rounds}, CPU {t.cpu_s * 1e3:.3f} ms{floor}"
+                + (f", WRONG: {t.problem}" if t.problem else "")
+            )
+        return rows + [f"  {name:<15} not run: {why}" for name, why in self.refused]
+
+
+def bench(
+    target: str,
+    request: OpRequest,
+    rounds: int = 7,
+    budget_s: float = 20.0,
+    only: frozenset[str] | None = None,
+    threads: int | None = None,
+) -> Bench:
+    """Returns timings of all that run `request` on `target`, plain torch among them.
+
+    A function takes no further turns once its own calls have taken `budget_s`. `only` names the
+    functions to time, `threads` how many torch and ours use. Raises UserError for an unknown target
+    or op.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        return _bench(target, request, rounds, budget_s, only)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _bench(
+    target: str, request: OpRequest, rounds: int, budget_s: float, only: frozenset[str] | None
+) -> Bench:
+    load_average = os.getloadavg()[0]
+    chip = base.load(target)
+    case: Case = import_module(load(request.op).cases).timed_case(request)
+    device = DEVICES.get(chip.kind, "cpu")
+    at_home = case.build()
+    inputs = at_home.to(device)
+    calls: dict[str, Callable[[], Any]] = {}
+    refused: list[tuple[str, str]] = []
+    for implementation in load(request.op).implementations:
+        if why := implementation.refuse(request, chip.kind):
+            refused.append((implementation.name, why))
+        elif only is None or implementation.name in only:
+            calls[implementation.name] = _call(implementation, inputs)
+    judged = set(calls)
+    for name in DTYPES:
+        if (only is None or name in only) and (call := baseline(request.op, name, inputs)):
+            calls[name] = call
+    problems: dict[str, str | None] = {}
+    times: dict[str, list[tuple[float, float]]] = {}
+    for name, call in calls.items():
+        result, first = timed(call, device)
+        problems[name] = case.judge(at_home, on_cpu(result)).problem if name in judged else None
+        times[name] = [first] if first[0] > budget_s else []
+    _take_turns(calls, times, rounds, budget_s, device)
+    return Bench(
+        request,
+        tuple(_timing(chip, request, name, times[name], problems[name]) for name in calls),
+        tuple(refused),
+        load_average,
+        torch.get_num_threads(),
+    )
+
+
+def _call(implementation: Implementation, inputs: Inputs) -> Callable[[], Any]:
+    """The call to time, weights prepared beforehand."""
+    function, args, kwargs = resolve(implementation.entry), inputs.args, dict(inputs.kwargs)
+    if implementation.prepare is not None:
+        x, weight, offsets = args
+        prepare = resolve(implementation.prepare)
+        args = (x, prepare(weight, kwargs.pop("weight_scale"), x.shape[1]), offsets)
+    return lambda: function(*args, **kwargs)
+
+
+def _take_turns(
+    calls: Mapping[str, Callable[[], Any]],
+    times: dict[str, list[tuple[float, float]]],
+    rounds: int,
+    budget_s: float,
+    device: str,
+) -> None:
+    names = list(calls)
+    for turn in range(rounds):
+        start = turn % len(names)
+        for name in names[start:] + names[:start]:
+            if sum(wall for wall, _ in times[name]) < budget_s:
+                times[name].append(timed(calls[name], device)[1])
+
+
+def _timing(
+    chip: base.Target,
+    request: OpRequest,
+    name: str,
+    times: list[tuple[float, float]],
+    problem: str | None,
+) -> Timing:
+    wall = [seconds for seconds, _ in times]
+    return Timing(
+        op=request.op,
+        implementation=name,
+        target=chip.name,
+        shape=dict(request.shape),
+        dtype=request.dtype,
+        median_s=statistics.median(wall),
+        low_s=min(wall),
+        high_s=max(wall),
+        cpu_s=statistics.median(cpu for _, cpu in times),
+        rounds=len(times),
+        floor_s=_floor_s(chip, request),
+        how="measured",
+        device=describe(DEVICES.get(chip.kind, "cpu")),
+        problem=problem,
+    )
+
+
+def _floor_s(chip: base.Target, request: OpRequest) -> float | None:
+    """The op's floor where the target's peak and bandwidth are known; a CPU's are not."""
+    weights = request.dtype.split("+")[-1]
+    peak, bandwidth = chip.peak_ops_s.get(weights), chip.bandwidth_bytes_s
+    if peak is None or peak.value is None or bandwidth.value is None:
+        return None
+    return cost(request).floor_s(peak.value, bandwidth.value)

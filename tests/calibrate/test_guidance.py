@@ -1,0 +1,70 @@
+"""The reverse sweep, a layer at a time, against one autograd graph through the whole model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from calibrate import guidance, run
+from calibrate.block import Observer, decoder_layer, rms_norm
+from calibrate.guidance import Guidance, guide
+from glm5q import names
+from glm5q.checkpoint import open_checkpoint
+from glm5q.layer import runnable
+from tests import small
+
+LENGTH = 40
+
+
+class _Keep(Observer):
+    def __init__(self) -> None:
+        self.outputs: dict[str, torch.Tensor] = {}
+
+    def experts(self, path: str, _x: object, _offsets: object, y: torch.Tensor, _t: object) -> None:
+        self.outputs[path] = y
+
+
+@pytest.mark.parametrize("raw", [small.GLM5, small.GLM52], ids=["glm-5", "glm-5.2"])
+def test_equals_one_graph(tmp_path: Path, raw: dict[str, object]) -> None:
+    source = open_checkpoint(small.write_checkpoint(tmp_path, raw))
+    config = source.config
+    tokens = torch.randint(0, 256, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    found = guide(source, tokens)
+    hidden, indices = run.embed(source, tokens).hidden[0], None
+    offsets, kept, chosen = torch.tensor([0, LENGTH]), [], []
+    hidden.requires_grad_()
+    x = hidden
+    for number in range(config.num_hidden_layers):
+        keep = _Keep()
+        output = decoder_layer(config, runnable(source.layer(number)), x, offsets, indices, keep)
+        x, indices = output.hidden, output.indices
+        kept.append(keep.outputs)
+        chosen.append(output.experts)
+    normed = rms_norm(x, source.top_tensor(names.FINAL_NORM), config.rms_norm_eps)
+    logits = F.linear(normed, source.top_tensor(names.LM_HEAD).float())
+    generator = torch.Generator().manual_seed(guidance.SEED)
+    drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+    loss = F.cross_entropy(logits, drawn.squeeze(1), reduction="sum")
+    for number, outputs in enumerate(kept):
+        if not outputs:
+            assert found[number] is None
+            continue
+        mine = found[number]
+        assert mine is not None
+        assert torch.equal(mine.experts.long(), chosen[number])
+        order = chosen[number].flatten().argsort(stable=True)
+        for path, y in outputs.items():
+            (slope,) = torch.autograd.grad(loss, y, retain_graph=True)
+            flat = torch.empty(len(order))
+            flat[order] = slope.square().mean(-1)
+            expected = (flat / flat.mean()).view(LENGTH, -1)
+            assert torch.allclose(mine.weights[path], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_rows_find_their_token_and_expert() -> None:
+    experts = torch.tensor([[2, 0], [1, 2]], dtype=torch.int16)
+    guided = Guidance(experts, {"path": torch.tensor([[5.0, 6.0], [7.0, 8.0]])})
+    # Expert 0 takes token 0; expert 1 tokens 0 (not the source's choice) and 1; expert 2 token 1.
+    tokens, offsets = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 3, 4])
+    assert guided.rows("path", tokens, offsets).tolist() == [6.0, 1.0, 7.0, 8.0]

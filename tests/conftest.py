@@ -1,0 +1,40 @@
+"""Shared small checkpoints, and an honest count of what could not be run here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import small
+
+# One thread a test process: tests are small, and `make test` runs several processes.
+torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("not run: no NVIDIA GPU here")
+    if item.get_closest_marker("npu"):
+        pytest.importorskip("torch_npu", reason="not run: no torch_npu here")
+
+
+@pytest.fixture(scope="session")
+def glm5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random small GLM-5 in bfloat16."""
+    return small.write_checkpoint(tmp_path_factory.mktemp("glm5"))
+
+
+@pytest.fixture(scope="session")
+def glm52(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random small GLM-5.2: layers share indexers."""
+    return small.write_checkpoint(tmp_path_factory.mktemp("glm52"), small.GLM52)
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Calibration and evaluation text for the small checkpoints' tokenizer."""
+    folder = tmp_path_factory.mktemp("texts")
+    calibration = small.write_text(folder / "calibration.jsonl", 24000)
+    return calibration, small.write_text(folder / "evaluation.jsonl", 8000, seed=1)

@@ -1,0 +1,89 @@
+"""Records: what is written is read back, whatever the numbers; other schemas are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from glm5q.errors import UserError
+from reports.measures import RecallPoint
+from reports.record import MtpAccuracy, RunRecord, read_record, write_record
+from tests.reports.made_up import record
+
+V1 = Path(__file__).parent / "data" / "record-v1.json"
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    made = record(layers=5, experts=8, windows=4)
+    write_record(made, tmp_path / "report.json")
+    assert read_record(tmp_path) == made
+    assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_not_a_number_survives(tmp_path: Path) -> None:
+    made = record(layers=3, experts=4, windows=4)
+    assert made.accuracy is not None
+    mtp = MtpAccuracy(
+        agreement=math.nan, acceptance_source=math.inf, acceptance_quantized=-math.inf
+    )
+    broken = made.model_copy(
+        update={"accuracy": made.accuracy.model_copy(update={"mtp": mtp, "kl_mean": math.nan})}
+    )
+    write_record(broken, tmp_path / "report.json")
+    back = read_record(tmp_path)
+    assert back.accuracy is not None
+    assert back.accuracy.mtp is not None
+    assert math.isnan(back.accuracy.kl_mean)
+    assert math.isnan(back.accuracy.mtp.agreement)
+    assert back.accuracy.mtp.acceptance_source == math.inf
+
+
+def test_additions_are_optional() -> None:
+    """A schema-1 record without any of the later fields is read, and they are absent, not zero."""
+    old = read_record(V1)
+    assert old.schema_version == 1
+    assert old.memory is None
+    assert old.sweeps == []
+    assert old.accuracy is not None
+    assert old.accuracy.indexer is None
+    assert old.accuracy.window_top1 == []
+    assert old.accuracy.layers[0].kl is None
+    assert old.layers[0].matrices[0].input_p999 is None
+    assert old.latency[0].over_floor is None
+
+
+def test_other_schema_is_refused(tmp_path: Path) -> None:
+    raw = json.loads(V1.read_text()) | {"schema_version": 2}
+    (tmp_path / "report.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match="record schema 2, this glm5q reads 1"):
+        read_record(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"schema_version": 1}', "{"])
+def test_damaged_record_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_record(tmp_path)
+    assert "report.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_field_is_refused() -> None:
+    with pytest.raises(ValueError, match="Extra inputs"):
+        RecallPoint.model_validate({"k": 1, "attention_mass": 1.0, "flop": 1.0, "mass": 2})
+
+
+def test_slowest_prefers_measured() -> None:
+    made = record(layers=3, experts=4, windows=4)
+    slowest = made.slowest
+    assert slowest is not None
+    row = made.latency[slowest]
+    assert row.how == "measured"
+    assert row.median_s == max(r.median_s for r in made.latency if r.how == "measured")
+    declared = [r for r in made.latency if r.how != "measured"]
+    only = made.model_copy(update={"latency": declared})
+    assert declared[only.slowest or 0].median_s == max(r.median_s for r in declared)
+    assert RunRecord.model_validate(made.model_dump() | {"latency": []}).slowest is None
