@@ -156,8 +156,7 @@ def segment_squares(values: Tensor, offsets: Tensor, weight: Tensor | None = Non
     """Returns the float64 sum of squares of each segment of rows [segments], rows weighted."""
     rows = values.double().square().sum(-1)
     rows = rows if weight is None else rows * weight
-    total = torch.nn.functional.pad(rows.cumsum(0), (1, 0))
-    return total[offsets[1:]] - total[offsets[:-1]]
+    return torch.segment_reduce(rows, "sum", offsets=offsets.to(rows.device), initial=0)
 
 
 def _add(table: dict[Key, Tensor], key: Key, value: Tensor) -> None:

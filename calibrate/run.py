@@ -21,6 +21,7 @@ from calibrate.observe import HeldOutErrors, RowWeights, Statistics
 from glm5q import formats, names
 from glm5q.checkpoint import Checkpoint
 from glm5q.config import ModelConfig
+from glm5q.errors import CheckpointError
 from glm5q.formats.base import mtp_copies
 from glm5q.layer import Layer, Weights, runnable
 from glm5q.stream import LayerSource, layers
@@ -115,6 +116,15 @@ def forward(
         each(part, output)
 
 
+def check_finite(number: int, output: LayerOutput) -> None:
+    """Raises CheckpointError naming the layer whose finite weights gave something that is not."""
+    if not bool(torch.isfinite(output.hidden).all()):
+        raise CheckpointError(
+            f"layer {number} turns the text into values that are not finite",
+            "its weights are damaged: fetch them again",
+        )
+
+
 def advance(
     config: ModelConfig,
     number: int,
@@ -129,6 +139,7 @@ def advance(
     keep = number + 1 < config.num_layers and not config.full_indexer[number + 1]
 
     def store(part: slice, output: LayerOutput) -> None:
+        check_finite(number, output)
         hidden[part] = output.hidden.view(hidden[part].shape)
         if keep:
             indices.append(output.indices)
@@ -236,7 +247,10 @@ def _quantize(
     weights = runnable(layer, device=device)
     guidance = job.guidance[number] if number < len(job.guidance) else None
     statistics = Statistics(gram_paths(recipe, number, config), guidance)
-    forward(config, weights, job.states, statistics, range(held_out.start))
+    forward(
+        config, weights, job.states, statistics, range(held_out.start),
+        lambda _, output: check_finite(number, output),
+    )  # fmt: skip
     plan = plan_layer(layer, weights, statistics, recipe, config)
     errors = HeldOutErrors(
         {p: {m: c.weight(m) for m in c.codes} for p, c in plan.candidates.items()},

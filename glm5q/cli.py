@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,21 @@ EPS_HELP = (
     "eps of q_a_layernorm and kv_a_layernorm; default: config's rms_norm_eps, as vLLM and SGLang "
     "use (transformers: 1e-6)."
 )
+
+
+class _Positive(click.FloatRange):
+    """A number above 0; click's own range lets nan and infinity by."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
 
 
 class _Group(click.Group):
@@ -55,7 +71,7 @@ def main() -> None:
 @click.option("--windows", type=click.IntRange(min=2), help="Calibration windows at most.")
 @click.option("--sequence-length", type=click.IntRange(min=16), help="Tokens a window.")
 @click.option("--eval-windows", type=click.IntRange(min=2), default=16, show_default=True)
-@click.option("--latent-norm-eps", type=click.FloatRange(min=0, min_open=True), help=EPS_HELP)
+@click.option("--latent-norm-eps", type=_Positive(), help=EPS_HELP)
 @click.option("--format", help=f"{FORMATS_HELP}; default: the recipe's.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--effort", type=click.Choice(["fast", "best"]), default="fast", show_default=True)
@@ -111,7 +127,7 @@ def inspect(checkpoint: Path | None, as_json: bool) -> None:
 @click.option("--windows", type=click.IntRange(min=2), default=16, show_default=True)
 @click.option("--sequence-length", type=click.IntRange(min=16), default=2048, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--latent-norm-eps", type=click.FloatRange(min=0, min_open=True), help=EPS_HELP)
+@click.option("--latent-norm-eps", type=_Positive(), help=EPS_HELP)
 @click.option("--weights-only", is_flag=True, help="Leave activations unquantized.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")

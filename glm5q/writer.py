@@ -81,7 +81,7 @@ class Writer:
         Raises OutputError when the disk is full or fails; committed shards stay for the next run.
         """
         target = self.output / self.name(number)
-        partial = target.with_name(target.name + ".partial")
+        partial = self._partial(target)
         sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
         try:
             self.index.unlink(missing_ok=True)  # an earlier run's: no longer true of the shards
@@ -126,7 +126,7 @@ class Writer:
             for pattern in COPIED:
                 for file in sorted(source.glob(pattern)):
                     if file.is_file():
-                        partial = self.output / (file.name + ".partial")
+                        partial = self._partial(file)
                         shutil.copyfile(file, partial)
                         _land(partial, self.output / file.name)
             self._write_json(self.output / "config.json", config)
@@ -147,7 +147,7 @@ class Writer:
 
     def lock(self) -> None:
         """Keeps other runs out until closed. Raises BlockingIOError if one is in."""
-        self.state.mkdir(exist_ok=True)
+        self._unfinished.mkdir(parents=True, exist_ok=True)
         self._lock = (self.state / "lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -158,14 +158,22 @@ class Writer:
             _check_identity(self.manifest, identity)
         else:
             self._write_json(self.manifest, dict(identity))
-        for leftover in self.output.glob("*.partial"):
+        for leftover in (*self.output.glob("*.partial"), *self._unfinished.iterdir()):
             leftover.unlink()
+
+    @property
+    def _unfinished(self) -> Path:
+        """Where files grow; libraries make temporary ones beside them, which a kill leaves."""
+        return self.state / "partial"
+
+    def _partial(self, path: Path) -> Path:
+        return self._unfinished / path.name
 
     def _write_json(self, path: Path, content: Mapping[str, Any]) -> None:
         self._write_text(path, json.dumps(content, indent=1) + "\n")
 
     def _write_text(self, path: Path, text: str) -> None:
-        partial = path.with_name(path.name + ".partial")
+        partial = self._partial(path)
         partial.write_text(text, encoding="utf-8")
         _land(partial, path)
 

@@ -118,12 +118,11 @@ class Steps(_Strict):
 
     `descent` rounds of coordinate descent on codes and scales. `guidance` weighs each token in an
     expert's Gram by how much the model's own loss minds an error there, which costs one sweep
-    forward and one backward over the source. `guidance_floor` is the plain weight's share.
+    forward and one backward over the source.
     """
 
     descent: int = Field(ge=0, le=20)
     guidance: bool
-    guidance_floor: float = Field(ge=0, le=1)
 
 
 class Efforts(_Strict):

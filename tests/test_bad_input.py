@@ -199,6 +199,13 @@ def test_value_that_is_not_finite(source: Path, text: Path, name: str, value: fl
     calibration_refused(source, text, file.name, name, "not finite")
 
 
+def test_finite_weights_that_overflow(source: Path, text: Path) -> None:
+    """A row of flipped exponent bits: the scan lets it by, the forward finds it."""
+    name = "model.layers.1.self_attn.o_proj.weight"
+    edit_shard(holding(source, name), lambda tensors: tensors[name][0].fill_(3e38))
+    calibration_refused(source, text, "layer 1", "not finite")
+
+
 def test_checkpoint_that_is_not_there(tmp_path: Path, text: Path) -> None:
     calibration_refused(tmp_path / "absent", text, "absent", "no such folder")
 

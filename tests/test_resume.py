@@ -216,8 +216,9 @@ def test_leftovers_and_lost_state_do_no_harm(
     options: CalibrateOptions, uninterrupted: tuple[dict[str, str], float]
 ) -> None:
     stop_at(options, "layer 2")
-    (options.output / "model-00004-of-00006.safetensors.partial").write_bytes(b"half")
-    (options.output / "config.json.partial").write_text("{")
+    (options.output / STATE / "partial" / "model-00004-of-00006.safetensors").write_bytes(b"half")
+    (options.output / STATE / "partial" / ".tmpX7a9").write_bytes(b"safetensors' own")
+    (options.output / "report.json.partial").write_text("{")
     states = sorted((options.output / STATE).glob("shard-*.json"))
     states[0].write_text("[]")
     states[1].write_text(json.dumps(json.loads(states[1].read_text()) | {"result": {"layer": 0}}))

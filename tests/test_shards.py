@@ -17,7 +17,7 @@ from glm5q import names
 from glm5q.checkpoint import open_checkpoint
 from glm5q.config import parse_config
 from glm5q.errors import CheckpointError
-from glm5q.pipeline.calibrate import scan
+from glm5q.pipeline.common import scan
 from tests import small
 from tests.commands import Tensors, edit_shard
 

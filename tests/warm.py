@@ -111,6 +111,7 @@ def _child(arguments: list[str], logs: str, how: dict[str, Any]) -> NoReturn:
         os.dup2(file, descriptor)
     from glm5q.cli import main
 
+    sys.argv = ["glm5q", *arguments]
     _prepare(**how)
     code = 70
     try:
@@ -170,7 +171,8 @@ if __name__ == "__main__":
     import torch
 
     torch.set_num_threads(1)  # no thread may exist before a fork
-    for module in ("glm5q.pipeline", "glm5q.progress", "reports.terminal"):
+    # Another user's child may not be let into the folder that Python lies in.
+    for module in ("glm5q.pipeline", "glm5q.progress", "reports.terminal", "encodings.utf_8_sig"):
         import_module(module)
     pages = import_module("reports.html")._environment()
     for template in pages.list_templates(extensions=["j2"]):

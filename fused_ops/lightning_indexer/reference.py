@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fused_ops.chunk import rows_at_once
 from fused_ops.paging import sequence_rows, spans
 
-QUERY_CHUNK_ELEMENTS = 1 << 25  # floats of [queries, heads, keys] held at once: 128 MB
 FP8_MAX = 448.0
 INDEX_AMAX_FLOOR = 1e-4  # DeepSeek-V3.2-Exp's act_quant; no real key is this small
 
@@ -78,7 +78,7 @@ def lightning_indexer(
         keys = sequence_rows(key, sequence, keyed, page_table)
         scale = None if key_scale is None else sequence_rows(key_scale, sequence, keyed, page_table)
         past = count - (end - start)  # keys before the first query
-        step = max(1, QUERY_CHUNK_ELEMENTS // (query.shape[1] * max(1, count)))
+        step = rows_at_once(query.shape[1] * count, query.device)
         for low in range(start, end, step):
             high = min(low + step, end)
             seen = past + high - start

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from fused_ops.chunk import rows_at_once
 from fused_ops.paging import sequence_rows, spans
 from fused_ops.sparse_attention.contract import LATENT_DIM, ROPE_DIM, TILE, KvFormat
 
-GATHER_ELEMENTS = 1 << 24  # floats of gathered keys held at once: 64 MB
 FP8_MAX = 448.0
 
 
@@ -35,7 +35,7 @@ def sparse_attention(
     tokens, heads, dim = query.shape
     output = query.new_empty((tokens, heads, value_dim))
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=query.device)
-    step = max(1, GATHER_ELEMENTS // max(1, indices.shape[1] * dim))
+    step = rows_at_once(indices.shape[1] * dim, query.device)
     bounds = zip(
         spans(offsets), spans(offsets if key_offsets is None else key_offsets), strict=True
     )

@@ -18,7 +18,13 @@ from glm5q.errors import DataError, OutputError, RecipeError
 from glm5q.formats.quantized import open_any
 from glm5q.formats.readme import readme
 from glm5q.pipeline import describe
-from glm5q.pipeline.common import EVALUATION_WINDOWS, check_device, embedded_checkpoint, scan
+from glm5q.pipeline.common import (
+    EVALUATION_WINDOWS,
+    check_device,
+    check_length,
+    embedded_checkpoint,
+    scan,
+)
 from glm5q.writer import file_sha256, open_writer
 from recipes import schema
 from recipes.schema import Recipe
@@ -181,6 +187,7 @@ class _Data:
         if apart is None and options.data is None:
             apart = embedded_checkpoint() / "heldout.jsonl"
         reserved = 0 if apart else options.evaluation_windows
+        check_length(plan.sequence_length, source.config)
         common = (options.source, source.config.vocab_size, plan.sequence_length)
         windows = load_windows(data, *common, plan.windows + reserved, plan.seed)
         if apart is None:

@@ -9,7 +9,8 @@ import torch
 from calibrate import run
 from glm5q import tiny
 from glm5q.checkpoint import Checkpoint
-from glm5q.errors import UserError
+from glm5q.config import ModelConfig
+from glm5q.errors import DataError, UserError
 
 EVALUATION_WINDOWS = 16
 DEVICES = ("cpu", "cuda")
@@ -28,6 +29,16 @@ def check_device(device: str) -> None:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch built without it asserts
         raise UserError(f"--device {device}: not usable here ({error})", "give cpu") from None
+
+
+def check_length(sequence_length: int, config: ModelConfig) -> None:
+    """Raises DataError for windows longer than the positions that the model was made for."""
+    if sequence_length > config.max_position_embeddings:
+        raise DataError(
+            f"windows of {sequence_length} tokens exceed config.json's max_position_embeddings, "
+            f"{config.max_position_embeddings}",
+            "give a smaller --sequence-length",
+        )
 
 
 def scan(source: Checkpoint, progress: run.Progress = run.silent) -> str:

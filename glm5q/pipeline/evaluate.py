@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,21 @@ from calibrate import run
 from calibrate.data import load_windows
 from calibrate.evaluate import evaluate
 from glm5q.checkpoint import Checkpoint, open_checkpoint
-from glm5q.errors import DataError, OutputError
+from glm5q.errors import DataError, OutputError, UserError
 from glm5q.formats.quantized import open_any
 from glm5q.pipeline import describe
-from glm5q.pipeline.common import EVALUATION_WINDOWS, check_device, embedded_checkpoint, scan
+from glm5q.pipeline.common import (
+    EVALUATION_WINDOWS,
+    check_device,
+    check_length,
+    embedded_checkpoint,
+    scan,
+)
 from glm5q.writer import file_sha256
 from reports import record as records
+
+BY_LAYER = ("moe", "full_indexer")  # MTP layers' come last
+MAY_DIFFER = ("num_nextn_predict_layers", "max_position_embeddings", "tie_word_embeddings")
 
 
 def compare_checkpoints(
@@ -42,7 +52,9 @@ def compare_checkpoints(
     if file is None:
         raise DataError("no evaluation text", "give --data FILE that calibration did not see")
     _check_unseen(file, quantized)
+    check_length(sequence_length, left.config)
     text = load_windows(file, source, left.config.vocab_size, sequence_length, windows, seed)
+    content_hash = scan(left, progress)
     comparison = evaluate(left, right, text.tokens, progress, quantize_activations, device)
     finished = records.RunRecord(
         kind="evaluate",
@@ -50,7 +62,7 @@ def compare_checkpoints(
         command=describe.command(),
         output=str(quantized),
         machine=describe.machine(device),
-        source=describe.source_info(left, scan(left, progress)),
+        source=describe.source_info(left, content_hash),
         accuracy=describe.accuracy(
             comparison, describe.data_info(text, 0, file_sha256(file)), left.config
         ),
@@ -64,9 +76,12 @@ def compare_checkpoints(
 
 
 def _check_same_shape(left: Checkpoint, right: Any, path: Path) -> None:
-    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "n_routed_experts"):
-        mine, theirs = getattr(left.config, key), getattr(right.config, key)
-        if mine != theirs:
+    layers = left.config.num_hidden_layers
+    for key, mine in asdict(left.config).items():
+        theirs = getattr(right.config, key)
+        if key in BY_LAYER:
+            mine, theirs = mine[:layers], theirs[:layers]
+        if mine != theirs and key not in MAY_DIFFER:
             raise OutputError(
                 f"{path}: {key} is {theirs}, the source's is {mine}", "compare like with like"
             )
@@ -77,6 +92,9 @@ def _check_unseen(file: Path, quantized: Path) -> None:
     beside = quantized / "report.json"
     if not beside.exists():
         return
-    calibration = records.read_record(beside).calibration
+    try:
+        calibration = records.read_record(beside).calibration
+    except UserError:  # another tool's report
+        return
     if calibration is not None and file.exists() and calibration.file_hash == file_sha256(file):
         raise DataError(f"{file}: calibration saw this text", "give other text with --data")

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from calibrate import run
 from calibrate.block import rms_norm
+from fused_ops.chunk import CPU_ELEMENTS
 from glm5q import names
 from glm5q.checkpoint import Checkpoint, open_checkpoint
 from glm5q.layer import runnable
@@ -70,8 +71,7 @@ def test_chunked_equals_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     tokens = torch.randint(0, 256, (3, LENGTH), generator=torch.Generator().manual_seed(1))
     whole = forward_layers(checkpoint, tokens)[-1]
     monkeypatch.setattr("calibrate.run.CHUNK_TOKENS", LENGTH)
-    monkeypatch.setattr("fused_ops.lightning_indexer.reference.QUERY_CHUNK_ELEMENTS", 32 * 100 * 7)
-    monkeypatch.setattr("fused_ops.sparse_attention.reference.GATHER_ELEMENTS", 16 * 48 * 5)
+    monkeypatch.setattr("fused_ops.chunk.CPU_ELEMENTS", 32 * LENGTH * 7)  # seven queries
     chunked = forward_layers(checkpoint, tokens)[-1]
     assert float((whole - chunked).abs().max()) < 1e-5
 
@@ -108,4 +108,4 @@ def test_memory_grows_with_the_sequence_not_its_square(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(indexer, "index_scores", watched)
     indexer.lightning_indexer(query, key, gates, torch.tensor([0, length]), 64)
-    assert 0 < largest <= indexer.QUERY_CHUNK_ELEMENTS
+    assert 0 < largest <= CPU_ELEMENTS
