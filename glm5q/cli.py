@@ -107,6 +107,32 @@ def calibrate(
 
 @main.command()
 @click.argument("checkpoint", type=FOLDER, required=False)
+@click.option("--recipe", default="h200", show_default=True, help="Name or YAML file.")
+@click.option("--output", type=FOLDER, required=True, help="New folder for variants and runs.")
+@click.option("--data", type=FOLDER, help=f"Calibration text. {DATA_HELP}")
+@click.option("--eval-data", "evaluation_data", type=FOLDER, help="Evaluation text.")
+@click.option("--windows", type=click.IntRange(min=2), help="Calibration windows at most.")
+@click.option("--sequence-length", type=click.IntRange(min=16), help="Tokens a window.")
+@click.option("--eval-windows", "evaluation_windows", type=click.IntRange(min=2), default=16)
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON.")
+def ablate(checkpoint: Path | None, recipe: str, as_json: bool, **options: Any) -> None:
+    """Switch each calibration step of a recipe alone, and say what it is worth in KL."""
+    from glm5q import pipeline, progress
+    from reports import compare as comparing
+
+    source = checkpoint or pipeline.embedded_checkpoint()
+    asked = pipeline.CalibrateOptions(source=source, recipes=(recipe,), **options)
+    with progress.bar() as update:
+        found = pipeline.ablate(asked, update)
+    if as_json:
+        click.echo(json.dumps(comparing.as_json(found, ()), indent=1))
+    else:
+        comparing.show(found, _console())
+
+
+@main.command()
+@click.argument("checkpoint", type=FOLDER, required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def inspect(checkpoint: Path | None, as_json: bool) -> None:
     """Say what CHECKPOINT is: variant, layers, roles, dtypes, bytes."""

@@ -1,5 +1,6 @@
 """One function a command: the only package that joins the others."""
 
+from glm5q.pipeline.ablate import ablate
 from glm5q.pipeline.calibrate import CalibrateOptions, calibrate, validate_recipe
 from glm5q.pipeline.common import embedded_checkpoint
 from glm5q.pipeline.describe import Finished
@@ -11,6 +12,7 @@ from glm5q.pipeline.report import compare, model_card, render
 __all__ = [
     "CalibrateOptions",
     "Finished",
+    "ablate",
     "calibrate",
     "compare",
     "compare_checkpoints",
