@@ -127,7 +127,7 @@ def parse_config(raw: Mapping[str, Any], path: Path | str = "config.json") -> Mo
         )
     value = _Values(raw, str(path))
     layers = value.integer("num_hidden_layers", least=1, most=MOST_LAYERS)
-    mtp = value.integer("num_nextn_predict_layers", 0, most=MOST_LAYERS)
+    mtp = value.integer("num_nextn_predict_layers", 0, most=1)  # every release has one
     for key, only in _FIXED.items():
         if raw.get(key, only) != only:
             raise CheckpointError(f"{path}: {key} is {raw[key]!r}", f"GLM-5 has {only!r} there")

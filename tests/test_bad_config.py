@@ -84,6 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "frequency zero": ({"index_topk_freq": 0}, "index_topk_freq is 0"),
     "moe frequency zero": ({"moe_layer_freq": 0}, "moe_layer_freq is 0"),
+    "two mtp layers": ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2"),
     "layers without end": ({"num_hidden_layers": 10**12}, "num_hidden_layers"),
     "experts without end": ({"n_routed_experts": 10**12}, "n_routed_experts"),
     "a number beyond floats": ({"rms_norm_eps": 10**400}, "rms_norm_eps"),

@@ -8,25 +8,27 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from glm5q import names, stream
 from glm5q.checkpoint import Checkpoint, open_checkpoint
 from glm5q.config import parse_config
 from glm5q.errors import CheckpointError
 from glm5q.layer import Layer
+from glm5q.pipeline import CalibrateOptions, calibrate
 from tests import small
 from tests.commands import Tensors
+from tests.test_resume import RAW, own_recipe
 
 FP8 = torch.float8_e4m3fn
 # 160 + 24 rows in kv_a and 200 in q_a are no multiples of a block of 128.
 ODD = small.GLM5 | {
-    "kv_lora_rank": 160, "qk_rope_head_dim": 24, "q_lora_rank": 200, "moe_intermediate_size": 136,
+    "kv_lora_rank": 160, "qk_rope_head_dim": 24, "q_lora_rank": 200, "moe_intermediate_size": 160,
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "glm-5": small.GLM5,
     "glm-5.2, shared indexers": small.GLM52,
     "no mtp": small.NO_MTP,
-    "two mtp layers": small.GLM5 | {"num_nextn_predict_layers": 2},
     "odd sizes": ODD,
     "no shared expert": small.GLM5 | {"n_shared_experts": 0},
 }
@@ -125,6 +127,45 @@ def test_layers_are_what_was_written(
         stored, meant = in_fp8(tensors)
     root = small.write_checkpoint(tmp_path / "source", raw, stored, shards)
     assert_all_layers(open_checkpoint(root), meant, raw)
+
+
+def test_every_form_is_quantized_alike(tmp_path: Path, texts: tuple[Path, Path]) -> None:
+    """One file, shards or fused experts: not a byte of the output differs."""
+    recipe = own_recipe(tmp_path / "own.yaml")
+    tensors = small.random_tensors(parse_config(RAW))
+    forms = {
+        "one": (tensors, 1), "shards": (tensors, 4), "fused": (fused(tensors, RAW), 3),
+    }  # fmt: skip
+    outputs = []
+    for name, (stored, shards) in forms.items():
+        source = small.write_checkpoint(tmp_path / name, RAW, stored, shards)
+        options = CalibrateOptions(
+            source, (recipe,), tmp_path / f"{name} out", *texts, 4, 32, evaluation_windows=2
+        )
+        output = calibrate(options)[0].checkpoint
+        files = [*output.glob("model*"), output / "config.json"]
+        outputs.append({file.name: file.read_bytes() for file in sorted(files)})
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_fp8_source_end_to_end(tmp_path: Path, texts: tuple[Path, Path]) -> None:
+    """Its kept matrices come out in bfloat16, no FP8 is left, and both are close."""
+    stored, _ = in_fp8(small.random_tensors(parse_config(ODD)))
+    raw = ODD | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    source = small.write_checkpoint(tmp_path / "source", raw, stored)
+    recipe = own_recipe(tmp_path / "own.yaml")
+    options = CalibrateOptions(
+        source, (recipe,), tmp_path / "out", *texts, 4, 32, evaluation_windows=2
+    )
+    finished = calibrate(options)[0]
+    written = [t for f in finished.checkpoint.glob("*.safetensors") for t in load_file(f).items()]
+    assert {str(tensor.dtype) for _, tensor in written} <= {
+        "torch.bfloat16", "torch.float32", "torch.int8", "torch.int32", "torch.int64"
+    }  # fmt: skip
+    kept = {name: t.dtype for name, t in written if "kv_b_proj" in name or "eh_proj" in name}
+    assert set(kept.values()) == {torch.bfloat16}
+    assert finished.run.accuracy is not None
+    assert finished.run.accuracy.kl_mean < 0.2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

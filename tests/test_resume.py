@@ -159,6 +159,20 @@ def test_killed_before_every_kind_of_write(
     assert contents(output) == uninterrupted[0]
 
 
+def test_interrupted_from_the_keyboard(
+    warm: Warm, asked: CalibrateOptions, uninterrupted: tuple[dict[str, str], float], tmp_path: Path
+) -> None:
+    pid = warm.start(*command(asked, tmp_path / "out"))
+    while not (tmp_path / "out" / STATE / "shard-00001.json").exists():
+        time.sleep(0.01)
+    warm.kill(pid, signal.SIGINT)
+    ended = warm.wait()
+    assert ended.code == 1
+    assert ended.stderr.splitlines()[-1] == "Aborted!"
+    assert warm.run(*command(asked, tmp_path / "out")).code == 0
+    assert contents(tmp_path / "out") == uninterrupted[0]
+
+
 # The same run, stopped in process
 
 
