@@ -2,13 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-OUTPUT ?= demo
 
 .PHONY: demo test check engines clean
 
 demo: $(VENV)/.installed
-	@rm -rf $(OUTPUT)
-	$(BIN)/glm5q calibrate --recipe h200 --output $(OUTPUT) \
+	@rm -rf demo
+	$(BIN)/glm5q calibrate --recipe h200 --output demo \
 		--windows 32 --sequence-length 1024 --eval-windows 8
 
 test: check
@@ -43,4 +42,4 @@ engines: $(VENV)/.tested
 	$(BIN)/python -m pytest tests/formats/test_modelslim.py tests/verify/test_rules.py
 
 clean:
-	rm -rf $(VENV) $(OUTPUT) build dist *.egg-info
+	rm -rf $(VENV) demo build dist *.egg-info
