@@ -13,9 +13,8 @@ import pytest
 
 from glm5q.pipeline import CalibrateOptions
 from glm5q.writer import open_writer
-from tests import small
 from tests.commands import INDEX, copy, looks_whole, refused
-from tests.test_resume import RAW, command, contents, own_recipe
+from tests.runs import command, contents, small_run
 from tests.warm import Warm
 
 NOBODY = 65534
@@ -33,13 +32,10 @@ def asked() -> Iterator[CalibrateOptions]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
-        source = small.write_checkpoint(folder / "source", RAW)
-        for file in source.iterdir():
+        run = small_run(folder)
+        for file in run.source.iterdir():
             file.chmod(0o644)
-        data = small.write_text(folder / "text.jsonl", 4000)
-        other = small.write_text(folder / "other.jsonl", 2000, seed=1)
-        recipe = own_recipe(folder / "own.yaml")
-        yield CalibrateOptions(source, (recipe,), folder, data, other, 4, 32, evaluation_windows=2)
+        yield run
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +83,7 @@ def test_output_where_no_folder_can_be(asked: CalibrateOptions) -> None:
 
 
 def test_output_of_another_user(asked: CalibrateOptions, warm: Warm) -> None:
-    folder = asked.output / "closed"
+    folder = asked.output.parent / "closed"
     folder.mkdir(mode=0o555)
     user = NOBODY if os.geteuid() == 0 else 0
     for output in (folder, folder / "below"):
@@ -102,7 +98,7 @@ def test_output_of_another_user(asked: CalibrateOptions, warm: Warm) -> None:
 def test_source_of_another_user(asked: CalibrateOptions, warm: Warm, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("not run: only root can become another user")
-    source = copy(asked.source, asked.output / "private")
+    source = copy(asked.source, asked.output.parent / "private")
     for name in ("config.json", INDEX, "tokenizer.json", "model-00001-of-00002.safetensors"):
         (source / name).chmod(0o600)
         arguments = command(asked, tmp_path / "out")

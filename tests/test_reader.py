@@ -18,7 +18,7 @@ from glm5q.layer import Layer
 from glm5q.pipeline import CalibrateOptions, calibrate
 from tests import small
 from tests.commands import Tensors
-from tests.test_resume import RAW, own_recipe
+from tests.runs import RAW, own_recipe
 
 FP8 = torch.float8_e4m3fn
 # 160 + 24 rows in kv_a and 200 in q_a are no multiples of a block of 128.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -15,74 +14,23 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from glm5q import pipeline
 from glm5q.errors import OutputError
 from glm5q.pipeline import CalibrateOptions, describe
-from recipes import schema
 from tests import small
 from tests.commands import INDEX, edit_shard, looks_whole
+from tests.runs import RAW, STATE, command, contents, own_recipe, small_run
 from tests.warm import Warm
 
-RAW = small.GLM52 | {
-    "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "hidden_size": 64,
-    "moe_intermediate_size": 32, "intermediate_size": 64, "n_routed_experts": 4,
-    "index_n_heads": 4, "vocab_size": 128,
-}  # fmt: skip
 RANDOM_KILLS = 20
-STATE = ".glm5q"
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small.write_checkpoint(tmp_path_factory.mktemp("resume") / "source", RAW)
-
-
-@pytest.fixture(scope="module")
-def asked(source: Path) -> CalibrateOptions:
+def asked(tmp_path_factory: pytest.TempPathFactory) -> CalibrateOptions:
     """What every run here asks for; `output` is each test's own."""
-    data = small.write_text(source.parent / "text.jsonl", 4000)
-    evaluation = small.write_text(source.parent / "other.jsonl", 2000, seed=1)
-    recipe = own_recipe(source.parent / "own.yaml")
-    return CalibrateOptions(
-        source, (recipe,), source.parent, data, evaluation, 4, 32, evaluation_windows=2
-    )
-
-
-def own_recipe(file: Path, shipped: str = "h200", **changes: Any) -> str:
-    """A shipped recipe with groups that this small width holds, and other values by key."""
-    raw = yaml.safe_load(schema.text(shipped))
-    raw["weights"]["routed_expert"] |= {"group_size": 32, "clip": {"steps": 4, "lowest": 0.7}}
-    for key, value in changes.items():
-        part = raw["weights"]["routed_expert"] if key == "damping" else raw["calibration"]
-        part[key] = value
-    raw["name"] = file.stem
-    file.write_text(yaml.safe_dump(raw))
-    return str(file)
-
-
-def command(asked: CalibrateOptions, output: Path) -> list[str | Path]:
-    assert asked.data is not None
-    assert asked.evaluation_data is not None
-    return [
-        "calibrate", asked.source, "--recipe", *asked.recipes, "--data", asked.data,
-        "--eval-data", asked.evaluation_data, "--windows", str(asked.windows),
-        "--sequence-length", str(asked.sequence_length), "--eval-windows",
-        str(asked.evaluation_windows), "--output", output,
-    ]  # fmt: skip
-
-
-def contents(output: Path) -> dict[str, str]:
-    """Hashes of all that a run must make again byte for byte: everything but the report."""
-    assert not (output / STATE).exists()
-    assert not list(output.glob("*.partial"))
-    return {
-        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(output.iterdir())
-        if file.stem != "report"
-    }
+    return small_run(tmp_path_factory.mktemp("resume"))
 
 
 @pytest.fixture(scope="module")

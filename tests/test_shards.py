@@ -160,9 +160,9 @@ def test_time_grows_with_the_tensors_and_not_their_square(tmp_path: Path) -> Non
     }  # fmt: skip
     tensors = small.random_tensors(parse_config(raw))
     checkpoint = open_checkpoint(small.write_checkpoint(tmp_path / "source", raw, tensors, 1))
-    started = time.perf_counter()
+    started = time.process_time()
     checkpoint.layer(3)
-    assert time.perf_counter() - started < 10.0
-    started = time.perf_counter()
+    assert time.process_time() - started < 10.0
+    started = time.process_time()
     scan(checkpoint)
-    assert time.perf_counter() - started < 40.0
+    assert time.process_time() - started < 40.0

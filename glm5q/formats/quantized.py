@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from glm5q import formats, names
+from glm5q import formats, names, quant
 from glm5q.checkpoint import open_checkpoint
 from glm5q.config import ModelConfig, read_config
 from glm5q.errors import CheckpointError
 from glm5q.formats import compressed_tensors, modelslim, sglang_w4afp8
-from glm5q.formats.base import Options
+from glm5q.formats.base import Options, module_names
 from glm5q.layer import Layer
 from glm5q.shards import Files, Stored, stored_tensors
 from glm5q.stream import LayerSource
-from glm5q.types import CodedScheme, KeepScheme, Role, Scheme
+from glm5q.types import CodedScheme, IntScheme, KeepScheme, Role, Scheme
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,55 @@ def open_quantized(root: Path, latent_norm_eps: float | None = None) -> Quantize
     stored = stored_tensors(root, stem)
     if not any(name.startswith(names.layer_prefix(config.num_hidden_layers)) for name in stored):
         config = replace(config, num_nextn_predict_layers=0)  # peers drop the MTP layer
-    return QuantizedCheckpoint(root, config, raw, name, quantization, stored)
+    found = QuantizedCheckpoint(root, config, raw, name, quantization, stored)
+    _check_described(found)
+    if name == compressed_tensors.NAME:
+        _check_shapes(found)
+    return found
+
+
+def _check_described(found: QuantizedCheckpoint) -> None:
+    """Raises CheckpointError when the engine's description cannot be understood for some layer."""
+    try:
+        for number in range(found.config.num_layers):
+            found.schemes(number)
+    except (KeyError, TypeError, AttributeError, ValueError, re.error) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{found.root}: its quantization_config is not {found.format}'s ({problem})",
+            "restore the file that came with the weights",
+        ) from None
+
+
+def _check_shapes(found: QuantizedCheckpoint) -> None:
+    """Raises CheckpointError naming the first tensor not shaped as its scheme and config say."""
+    for number in range(found.config.num_layers):
+        schemes = found.schemes(number)
+        for module in names.layer_modules(found.config, number):
+            parts = len(names.stacked_parts(module.path)) if module.stacked else 1
+            rows, columns = module.shape[-2] // parts, module.shape[-1]
+            wanted = _shapes(schemes[module.path], rows, columns)
+            for name in module_names(number, module):
+                for suffix, shape in wanted.items():
+                    entry = found.stored.get(name + suffix)
+                    if entry is not None and entry.shape != shape:
+                        raise CheckpointError(
+                            f"{entry.file}: {name + suffix} has shape {list(entry.shape)}, "
+                            f"not {list(shape)}",
+                            "fetch this shard again",
+                        )
+
+
+def _shapes(scheme: CodedScheme | None, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a matrix's tensors by suffix."""
+    if not isinstance(scheme, IntScheme):
+        return {".weight": (rows, columns)}
+    groups = columns // quant.group_columns(columns, scheme.group_size)
+    return {
+        ".weight": (rows, columns),
+        ".weight_packed": (rows, -(-columns // 8)),
+        ".weight_scale": (rows, groups),
+    }
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def test_transformers_logits_equal_the_stream(tmp_path: Path) -> None:
     ).float()
     quantized = open_any(folder, latent_norm_eps=1e-6)
     config = quantized.config
-    tokens = torch.randint(0, 256, (1, 32), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(0))
     states = streaming.embed(quantized, tokens)
     for number in range(config.num_hidden_layers):
         weights = runnable(
@@ -174,7 +174,8 @@ def test_transformers_logits_equal_the_stream(tmp_path: Path) -> None:
     normed = torch.nn.functional.rms_norm(states.hidden, norm.shape, norm, config.rms_norm_eps)
     mine = normed @ quantized.top_tensor(names.LM_HEAD).float().t()
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens).logits, mine, rtol=1e-4, atol=1e-4)
+        theirs = model(tokens).logits
+    assert float((theirs - mine).abs().max()) < 1e-5 * float(theirs.abs().max())
 
 
 def test_config_json_keeps_the_rest() -> None:
