@@ -100,41 +100,43 @@ def recall_sizes(topk: int, length: int) -> list[int]:
 class Recall(Observer):
     """An Observer of the source: the attention mass on the indexer's best k, for several k.
 
-    `mass` collects float32 [queries, sizes], the mean over heads for some queries of the last
-    quarter of each of the first windows.
+    `mass` collects float32 [queries, sizes], the mean over heads for RECALL_QUERIES queries of the
+    last quarter of each of the first RECALL_WINDOWS windows, however they are chunked.
     """
 
     length: int
     sizes: list[int]
     mass: list[Tensor] = field(default_factory=list)
-    _scores: Tensor | None = None
+    _scores: list[Tensor] = field(default_factory=list)
 
-    def indexer(self, query: Tensor, key: Tensor, gates: Tensor, _offsets: Tensor) -> None:
-        if self._seen():
-            rows = self._rows(query)
-            self._scores = index_scores(query[rows], key[: self.length], gates[rows])
+    def indexer(self, query: Tensor, key: Tensor, gates: Tensor, offsets: Tensor) -> None:
+        rows = self._rows(query.device)
+        self._scores = [
+            index_scores(query[span][rows], key[span], gates[span][rows])
+            for span in self._windows(offsets)
+        ]
 
-    def attention(self, query: Tensor, latent: Tensor, _offsets: Tensor, scale: float) -> None:
-        if self._scores is None:
-            return  # a layer that shares another's choices, or a window past the first few
-        rows = self._rows(query)
+    def attention(self, query: Tensor, latent: Tensor, offsets: Tensor, scale: float) -> None:
+        rows = self._rows(query.device)
         later = torch.arange(self.length, device=query.device) > rows.unsqueeze(1)
-        order = self._scores.masked_fill(later, -torch.inf).argsort(
-            dim=-1, descending=True, stable=True
-        )
-        logits = torch.einsum("qhd,td->qht", query[rows].float(), latent[: self.length].float())
-        weights = (logits * scale).masked_fill(later.unsqueeze(1), -torch.inf).softmax(-1).mean(1)
-        caught = weights.gather(1, order).cumsum(1)
-        self.mass.append(caught[:, torch.tensor(self.sizes) - 1].cpu())
-        self._scores = None
+        # A layer that shares another's choices has no scores, and adds nothing.
+        for span, scores in zip(self._windows(offsets), self._scores, strict=False):
+            scores = scores.masked_fill(later, -torch.inf)
+            order = scores.argsort(dim=-1, descending=True, stable=True)
+            logits = torch.einsum("qhd,td->qht", query[span][rows].float(), latent[span].float())
+            logits = (logits * scale).masked_fill(later.unsqueeze(1), -torch.inf)
+            caught = logits.softmax(-1).mean(1).gather(1, order).cumsum(1)
+            self.mass.append(caught[:, torch.tensor(self.sizes) - 1].cpu())
+        self._scores = []
 
-    def _seen(self) -> bool:
-        """Only the first window of a chunk is looked at, and only of the first few."""
-        return self.first_token // self.length < RECALL_WINDOWS
+    def _windows(self, offsets: Tensor) -> list[slice]:
+        """The chunk's windows that are among the first few."""
+        left = RECALL_WINDOWS - self.first_token // self.length
+        return [slice(start, end) for start, end in pairwise(offsets.tolist())][: max(0, left)]
 
-    def _rows(self, query: Tensor) -> Tensor:
+    def _rows(self, device: torch.device) -> Tensor:
         start = self.length - self.length // 4
-        return torch.linspace(start, self.length - 1, RECALL_QUERIES, device=query.device).long()
+        return torch.linspace(start, self.length - 1, RECALL_QUERIES, device=device).long()
 
 
 def query_flop(config: ModelConfig, k: int, context: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -128,7 +129,8 @@ class Checkpoint:
     def scan(self, progress: Callable[[int], None] = lambda _: None) -> str:
         """Reads every tensor once and returns the content hash; `progress` is given bytes read.
 
-        The hash covers each tensor's name, dtype, shape and bytes, whatever the sharding. Raises
+        The hash covers config.json and each tensor's name, dtype, shape and bytes, whatever the
+        sharding. Raises
         CheckpointError naming the first tensor with a value that is not finite.
         """
         as_they_lie = sorted(
@@ -140,7 +142,9 @@ class Checkpoint:
             for name, digest in zip(as_they_lie, scanned, strict=True):
                 digests[name] = digest
                 progress(self.stored[name].nbytes)
-        return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
+        config = json.dumps(self.raw_config, sort_keys=True).encode()
+        tensors = b"".join(digests[name] for name in sorted(digests))
+        return hashlib.sha256(config + tensors).hexdigest()
 
     def _scan_one(self, name: str) -> bytes:
         entry = self.stored[name]

@@ -75,7 +75,7 @@ def main() -> None:
 @click.option("--format", help=f"{FORMATS_HELP}; default: the recipe's.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--effort", type=click.Choice(["fast", "best"]), default="fast", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record; a list for several.")
 def calibrate(
     as_json: bool,
     checkpoint: Path | None,
@@ -95,6 +95,10 @@ def calibrate(
     )  # fmt: skip
     with progress.bar() as update:
         finished = pipeline.calibrate(asked, update)
+    if as_json and len(finished) > 1:
+        records = [one.run.model_dump(mode="json") for one in finished]
+        click.echo(json.dumps(records, indent=1))
+        return
     for one in finished:
         _show(one.run, as_json)
         if not as_json:

@@ -104,7 +104,8 @@ class Fallback:
 class MatrixResult:
     """One weight matrix (or a layer's stack of experts) after quantization.
 
-    `error` is |q - s| / |s| of the outputs on held-out tokens, 0 if kept.
+    `error` is |q - s| / |s| of the outputs on held-out tokens, 0 if kept; with guidance the tokens
+    weigh as it says. It chose between the candidates, so it is the least of a few.
     `input_absmax` and `output_absmax` were observed with source weights on the calibration tokens.
     `weight_error` is |dequantized - source| / |source| of the weights, which a reader can check.
     `input_p999` is the 99.9th percentile of |input|; `outlier_channels` of `input_channels` have a

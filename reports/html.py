@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from pydantic import BaseModel
@@ -127,29 +128,16 @@ def _environment() -> Environment:
     environment.filters.update(
         time=text.seconds, decade=text.decade, size=text.size, thousands=text.count
     )
-    environment.filters["yaml"] = _outline
+    environment.filters["yaml"] = _yaml
     environment.globals["t"] = translate
     environment.globals["has_text"] = _strings().__contains__
     return environment
 
 
-def _outline(value: Any, depth: int = 0) -> str:
-    """A recipe's content as YAML-like lines, for reading."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump()
-    if not isinstance(value, dict):
-        return str(value)
-    lines = []
-    for key, item in value.items():
-        nested = isinstance(item, dict) and any(isinstance(v, dict) for v in item.values())
-        head = "  " * depth + f"{key}:"
-        if nested:
-            lines.append(f"{head}\n{_outline(item, depth + 1)}")
-        elif isinstance(item, dict):
-            lines.append(f"{head} {{" + ", ".join(f"{k}: {v}" for k, v in item.items()) + "}")
-        else:
-            lines.append(f"{head} {item}")
-    return "\n".join(lines)
+def _yaml(value: Any) -> str:
+    """A recipe's content as YAML that `glm5q recipes validate` takes."""
+    content = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
 @cache

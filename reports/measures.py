@@ -46,8 +46,9 @@ class RecallPoint(_Frozen):
     """What keeping the indexer's best `k` tokens a query catches and costs.
 
     `attention_mass` is the share of dense attention's softmax mass that lies on the tokens the
-    source's indexer ranks best, mean over heads, full-indexer layers and the last quarter of each
-    window's queries; `attention_mass_p5` is its 5th percentile over (layer, query). `kl` is the KL
+    source's indexer ranks best, mean over heads, full-indexer layers and 32 queries of the last
+    quarter of each of the first four windows; `attention_mass_p5` is its 5th percentile over
+    (layer, query). `kl` is the KL
     of the source with this k against the source with `topk`, nats a token. `flop` counts indexer
     scores and sparse attention of one query token at `context`, all layers.
     """

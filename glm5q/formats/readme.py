@@ -103,6 +103,9 @@ def readme(
         lines += [serving.command.replace("{mtp}", mtp), "```", ""]
         lines += [note + "\n" for note in serving.notes]
     lines += [
+        "Sizes for tensor and expert parallelism are those of the full model; `glm5q verify` lists",
+        "what this checkpoint can be split into.",
+        "",
         "## What was verified",
         "",
         f"{verification[:1].upper()}{verification[1:]}.",

@@ -204,7 +204,15 @@ class _Data:
         hashes = (file_sha256(data), file_sha256(apart or data))
         if apart is not None and hashes[0] == hashes[1]:
             raise DataError(f"{apart}: is the calibration text too", "evaluate on other text")
+        _check_apart(windows, evaluation, apart or data)
         return _Data(windows, held_out, evaluation, hashes)
+
+
+def _check_apart(calibration: Windows, evaluation: Windows, file: Path) -> None:
+    """Raises DataError when a window of evaluation is one that calibration reads."""
+    seen = {tuple(window) for window in calibration.tokens.tolist()}
+    if any(tuple(window) in seen for window in evaluation.tokens.tolist()):
+        raise DataError(f"{file}: holds windows that calibration reads", "evaluate on other text")
 
 
 def _identity(
@@ -214,6 +222,7 @@ def _identity(
     return {
         "glm5q version": describe.package_version("glm5q"),
         "source": content_hash,
+        "torch version": describe.package_version("torch"),
         "recipe": recipe.content_hash(),
         "data": data.calibration.content_hash,
         "device": options.device,

@@ -26,6 +26,8 @@ from reports import record as records
 BY_LAYER = ("moe", "full_indexer")  # MTP layers' come last
 MAY_DIFFER = ("num_nextn_predict_layers", "max_position_embeddings", "tie_word_embeddings")
 
+WEIGHTS_ONLY = "weights only: activations were not quantized"
+
 
 def compare_checkpoints(
     source: Path,
@@ -51,7 +53,7 @@ def compare_checkpoints(
     file = data or (embedded_checkpoint() / "heldout.jsonl" if embedded else None)
     if file is None:
         raise DataError("no evaluation text", "give --data FILE that calibration did not see")
-    _check_unseen(file, quantized)
+    notes = _check_unseen(file, quantized)
     check_length(sequence_length, left.config)
     text = load_windows(file, source, left.config.vocab_size, sequence_length, windows, seed)
     content_hash = scan(left, progress)
@@ -68,7 +70,7 @@ def compare_checkpoints(
         ),
         times_s={"evaluate": comparison.time_s},
         peak_memory_bytes=describe.peak_memory_bytes(),
-        notes=[] if quantize_activations else ["weights only: activations were not quantized"],
+        notes=notes if quantize_activations else [*notes, WEIGHTS_ONLY],
     )
     if output is None:
         return finished, None
@@ -87,14 +89,16 @@ def _check_same_shape(left: Checkpoint, right: Any, path: Path) -> None:
             )
 
 
-def _check_unseen(file: Path, quantized: Path) -> None:
-    """Refuses to evaluate on the very file that calibration read."""
-    beside = quantized / "report.json"
-    if not beside.exists():
-        return
+def _check_unseen(file: Path, quantized: Path) -> list[str]:
+    """Refuses to evaluate on the very file that calibration read; notes it if that is not known."""
     try:
-        calibration = records.read_record(beside).calibration
-    except UserError:  # another tool's report
-        return
-    if calibration is not None and file.exists() and calibration.file_hash == file_sha256(file):
+        calibration = records.read_record(quantized / "report.json").calibration
+    except UserError:  # none, or another tool's
+        calibration = None
+    if calibration is None:
+        return [
+            f"no record beside {quantized.name}: whether calibration saw {file.name} is not known"
+        ]
+    if file.exists() and calibration.file_hash == file_sha256(file):
         raise DataError(f"{file}: calibration saw this text", "give other text with --data")
+    return []
