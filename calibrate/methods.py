@@ -141,8 +141,8 @@ def _keep(layer: Layer, path: str, wanted: Keep, statistics: Statistics, plan: L
         largest = max(float(weight.abs().max()), seen.input_absmax, seen.output_absmax)
         unseen = path not in statistics.ranges  # kv_b is absorbed, eh_proj runs before the layer
         if unseen or largest > FLOAT16_MAX:
-            problem = f"{largest:.3g} was observed, float16 ends at {FLOAT16_MAX:.0f}"
-            problem = "its activations are never observed" if unseen else problem
+            reach = f"{largest:.3g} was observed, float16 ends at {FLOAT16_MAX:.0f}"
+            problem = "its activations are never observed" if unseen else reach
             if wanted.overflow == "refuse":
                 raise RecipeError(
                     f"layer {layer.number} {path}: {problem}",

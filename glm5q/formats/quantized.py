@@ -117,17 +117,16 @@ def open_quantized(root: Path, latent_norm_eps: float | None = None) -> Quantize
     if not any(name.startswith(names.layer_prefix(config.num_hidden_layers)) for name in stored):
         config = replace(config, num_nextn_predict_layers=0)  # peers drop the MTP layer
     found = QuantizedCheckpoint(root, config, raw, name, quantization, stored)
-    _check_described(found)
+    schemes = _described(found)
     if name == compressed_tensors.NAME:
-        _check_shapes(found)
+        _check_shapes(found, schemes)
     return found
 
 
-def _check_described(found: QuantizedCheckpoint) -> None:
-    """Raises CheckpointError when the engine's description cannot be understood for some layer."""
+def _described(found: QuantizedCheckpoint) -> list[dict[str, CodedScheme | None]]:
+    """Returns every layer's schemes. Raises CheckpointError when a description makes no sense."""
     try:
-        for number in range(found.config.num_layers):
-            found.schemes(number)
+        return [found.schemes(number) for number in range(found.config.num_layers)]
     except (KeyError, TypeError, AttributeError, ValueError, re.error) as error:
         problem = f"{type(error).__name__}: {error}"
         raise CheckpointError(
@@ -136,14 +135,13 @@ def _check_described(found: QuantizedCheckpoint) -> None:
         ) from None
 
 
-def _check_shapes(found: QuantizedCheckpoint) -> None:
+def _check_shapes(found: QuantizedCheckpoint, schemes: list[dict[str, CodedScheme | None]]) -> None:
     """Raises CheckpointError naming the first tensor not shaped as its scheme and config say."""
     for number in range(found.config.num_layers):
-        schemes = found.schemes(number)
         for module in names.layer_modules(found.config, number):
             parts = len(names.stacked_parts(module.path)) if module.stacked else 1
             rows, columns = module.shape[-2] // parts, module.shape[-1]
-            wanted = _shapes(schemes[module.path], rows, columns)
+            wanted = _shapes(schemes[number][module.path], rows, columns)
             for name in module_names(number, module):
                 for suffix, shape in wanted.items():
                     entry = found.stored.get(name + suffix)

@@ -12,7 +12,7 @@ from calibrate import run
 from calibrate.data import load_windows
 from calibrate.observe import HeldOutErrors, Statistics
 from glm5q import names, pipeline, quant
-from glm5q.checkpoint import open_checkpoint
+from glm5q.checkpoint import Checkpoint, open_checkpoint
 from glm5q.formats.quantized import open_any
 from glm5q.layer import Codes, runnable
 
@@ -68,14 +68,19 @@ def finished(
     return pipeline.calibrate(options(glm52, output, texts, request.param))[0]
 
 
+def embedded(source: Checkpoint, texts: Texts) -> run.States:
+    """What the run's first layer was given."""
+    vocabulary = source.config.vocab_size
+    windows = load_windows(texts[0], source.root, vocabulary, LENGTH, WINDOWS, 0)
+    return run.embed(source, windows.tokens)
+
+
 def test_record_is_of_the_stream_that_was_written(
     finished: pipeline.Finished, glm52: Path, texts: Texts
 ) -> None:
     """Each layer's update error and each matrix's output error, walked again from the files."""
     source, written = open_checkpoint(glm52), open_any(finished.checkpoint)
-    config = source.config
-    tokens = load_windows(texts[0], glm52, config.vocab_size, LENGTH, WINDOWS, 0).tokens
-    states = run.embed(source, tokens)
+    config, states = source.config, embedded(source, texts)
     for number in range(config.num_hidden_layers):
         before = states.hidden[-HELD_OUT:]
         exact = run.advance(config, number, runnable(source.layer(number)), states)
@@ -88,11 +93,9 @@ def test_record_is_of_the_stream_that_was_written(
 def test_choice_is_at_least_as_good_as_rounding(
     finished: pipeline.Finished, glm52: Path, texts: Texts
 ) -> None:
-    """On the held-out tokens, the written down projections lose no more than plain rounding."""
+    """On the held-out tokens, the written gate and up projections lose less than plain rounding."""
     source, written = open_checkpoint(glm52), open_any(finished.checkpoint)
-    config = source.config
-    tokens = load_windows(texts[0], glm52, config.vocab_size, LENGTH, WINDOWS, 0).tokens
-    states = run.embed(source, tokens)
+    config, states = source.config, embedded(source, texts)
     states = run.advance(config, 0, runnable(written.layer(0)), states)
     exact, coded = source.layer(1), written.layer(1).matrices[names.GATE_UP]
     weights = runnable(exact)
