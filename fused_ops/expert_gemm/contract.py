@@ -109,12 +109,12 @@ OP = Op(
         *(_compiled("expert_gemm", isa) for isa in ISAS),
         Implementation(
             name="triton",
-            entry="fused_ops.expert_gemm.triton_kernel:expert_gemm",
+            entry="fused_ops.expert_gemm.triton_launch:expert_gemm",
             kinds=frozenset({"cuda"}),
             dtypes=COMPILED,
             features=FEATURES,
             limits={"group": Limit(0, multiple=64)},  # a half is a dot's 32 columns at least
-            prepare="fused_ops.expert_gemm.triton_kernel:prepare",
+            prepare="fused_ops.expert_gemm.triton_launch:prepare",
             available="fused_ops.triton_support:unavailable",
         ),
         _eager("expert_gemm", frozenset(WEIGHT_BITS)),

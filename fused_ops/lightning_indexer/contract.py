@@ -93,7 +93,7 @@ OP = Op(
         *(_compiled(isa) for isa in ("avx512", "avx2", "portable")),
         Implementation(
             name="triton",
-            entry="fused_ops.lightning_indexer.triton_kernel:lightning_indexer",
+            entry="fused_ops.lightning_indexer.triton_launch:lightning_indexer",
             kinds=frozenset({"cuda"}),
             dtypes=DTYPES,
             features=FEATURES,
@@ -122,7 +122,7 @@ TOPK = Op(
         *(_compiled_topk(isa) for isa in ("avx512", "avx2", "portable")),
         Implementation(
             name="triton",
-            entry="fused_ops.lightning_indexer.triton_kernel:select_topk",
+            entry="fused_ops.lightning_indexer.triton_launch:select_topk",
             kinds=frozenset({"cuda"}),
             dtypes=frozenset({"f32"}),
             features=frozenset({"noncontiguous"}),

@@ -83,7 +83,7 @@ OP = Op(
         *(_compiled(isa, frozenset(KV_FORMATS)) for isa in ("avx512", "avx2", "portable")),
         Implementation(
             name="triton",
-            entry="fused_ops.sparse_attention.triton_kernel:sparse_attention",
+            entry="fused_ops.sparse_attention.triton_launch:sparse_attention",
             kinds=frozenset({"cuda"}),
             dtypes=frozenset({"f32", "bf16"}),
             features=FEATURES,
