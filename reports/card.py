@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import PurePath
 
+from glm5q.formats import hub, readme
 from reports import terminal, text
 from reports.markdown import code, escaped, table
-from reports.record import DataInfo, RunRecord
+from reports.record import DataInfo, Matrix, RunRecord, SourceInfo
 from reports.terminal import plain
+
+_LIBRARIES = {"vllm-ascend": "vllm"}  # engines that a hub knows by another name
+_ELSEWHERE = {"fallbacks", "checked so far"}  # have sections of their own
 
 
 def model_card(record: RunRecord) -> str:
-    """Returns the card: what it is, what was lost and won, how it was made, what was not measured.
+    """Returns the card: what it is, what was lost and won, how it is served and was made.
 
-    Facts come from the record alone; the source's own licence and intended use are for its card.
+    Facts come from the record alone; intended use and training data are for the source's card.
     """
     parts = [
         _front_matter(record),
         [f"# {escaped(_title(record))}", "", *_lead(record)],
         ["## What was lost and won", "", *_verdict(record)],
         _schemes(record),
-        _worst(record),
+        _serving(record),
+        _verified(record),
+        _fallbacks(record),
         _provenance(record),
     ]
-    return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
+    return "\n\n".join("\n".join(lines).rstrip() for lines in parts if lines) + "\n"
 
 
 def _title(record: RunRecord) -> str:
@@ -33,13 +41,57 @@ def _title(record: RunRecord) -> str:
 
 
 def _front_matter(record: RunRecord) -> list[str]:
-    """The few keys that model hubs read; strings as JSON, which YAML reads too."""
-    tags = ["glm5q", "quantized"]
-    lines = ["---"]
+    """The keys that model hubs read; values as JSON, which YAML reads too."""
+    keys: dict[str, object] = _licence(record.source)
+    if base := _base_model(record.source):
+        keys |= {"base_model": base, "base_model_relation": "quantized"}
     if record.recipe:
-        lines.append(f"library_name: {json.dumps(record.recipe.engine)}")
+        engine = record.recipe.engine
+        keys["library_name"] = _LIBRARIES.get(engine, engine)
+    keys["pipeline_tag"] = "text-generation"
+    keys["quantized_by"] = f"glm5q {record.machine.versions.get('glm5q', '')}".strip()
+    keys["tags"] = _tags(record)
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
+    return ["---", *lines, "---"]
+
+
+def _base_model(source: SourceInfo | None) -> str | None:
+    """The source's name on a hub; that of older records by its folder's."""
+    if source is None:
+        return None
+    return source.base_model or hub.published(PurePath(source.path).name)
+
+
+def _licence(source: SourceInfo | None) -> dict[str, object]:
+    """The source's licence. A hub's form for one that is not known is `other` with a name."""
+    if source and source.license:
+        found = {
+            "license": source.license,
+            "license_name": source.license_name,
+            "license_link": source.license_link,
+        }
+        return {key: value for key, value in found.items() if value}
+    keys: dict[str, object] = {"license": "other", "license_name": "see-base-model"}
+    if base := _base_model(source):
+        keys["license_link"] = f"https://huggingface.co/{base}"
+    return keys
+
+
+def _tags(record: RunRecord) -> list[str]:
+    """What a hub's filters find it by: format, number formats, widths."""
+    tags = ["glm5q", "quantized"]
+    if record.recipe:
         tags.append(record.recipe.format)
-    return [*lines, f"tags: {json.dumps(tags)}", "---"]
+    words = {word for scheme in _quantized(record) for word in scheme.split()}
+    formats = [name for name in ("int4", "int8", "fp8") if name in words]
+    widths = {"int4": "4-bit", "int8": "8-bit", "fp8": "8-bit"}
+    return list(dict.fromkeys([*tags, *formats, *(widths[name] for name in formats)]))
+
+
+def _quantized(record: RunRecord) -> list[str]:
+    """The schemes of what was not kept, each once."""
+    found = [m.scheme for layer in record.layers for m in layer.matrices if m.method != "keep"]
+    return list(dict.fromkeys(found))
 
 
 def _lead(record: RunRecord) -> list[str]:
@@ -51,15 +103,18 @@ def _lead(record: RunRecord) -> list[str]:
         f"{escaped(recipe.format)} format for {escaped(recipe.engine)}; target "
         f"{escaped(recipe.target)}."
     )
-    if not recipe.declared:
-        return [lead]
-    warning = f"> **{escaped(recipe.verification)}.** Nothing here was run on this target."
-    return [lead, "", warning]
+    if _base_model(record.source) is None:
+        lead += " The source's name on a hub is not in the record: add `base_model` to publish."
+    return [lead]
 
 
 def _verdict(record: RunRecord) -> list[str]:
-    rows = [(escaped(name), escaped(plain(value))) for name, value in terminal.verdict(record)]
-    lines = table(("", ""), rows, numeric=0)
+    rows = [
+        (escaped(name), escaped(plain(value)))
+        for name, value in terminal.verdict(record)
+        if name not in _ELSEWHERE
+    ]
+    lines = table(("what", "result"), rows, numeric=0)
     if record.accuracy:
         data = record.accuracy.data
         tokens = text.count(data.windows * data.sequence_length)
@@ -67,30 +122,74 @@ def _verdict(record: RunRecord) -> list[str]:
     return lines
 
 
+@dataclass
+class _Scheme:
+    """All matrices of one role in one scheme."""
+
+    methods: set[str] = field(default_factory=set)
+    bits: list[float] = field(default_factory=list)
+    matrices: int = 0
+
+    def add(self, matrix: Matrix) -> None:
+        self.methods |= set(matrix.method.split("+"))
+        self.bits.append(matrix.bits)
+        self.matrices += matrix.matrices
+
+    def cells(self) -> tuple[str, str, str]:
+        ends = dict.fromkeys((text.bits(min(self.bits)), text.bits(max(self.bits))))
+        return ", ".join(sorted(self.methods)), " to ".join(ends), text.count(self.matrices)
+
+
 def _schemes(record: RunRecord) -> list[str]:
-    """Role -> its schemes, methods and bits, in order of appearance."""
-    seen: dict[tuple[str, str, str, float], int] = {}
+    """A row a role and scheme, in order of appearance: methods, least and most bits, matrices."""
+    found: dict[str, dict[str, _Scheme]] = {}
     for layer in record.layers:
         for matrix in layer.matrices:
-            key = (matrix.role, matrix.scheme, matrix.method, matrix.bits)
-            seen[key] = seen.get(key, 0) + matrix.matrices
-    if not seen:
+            schemes = found.setdefault(matrix.role, {})
+            schemes.setdefault(matrix.scheme, _Scheme()).add(matrix)
+    if not found:
         return []
-    rows = [
-        (code(role), escaped(scheme), escaped(method), text.bits(bits), text.count(number))
-        for (role, scheme, method, bits), number in seen.items()
-    ]
-    head = ("role", "scheme", "method", "bits", "matrices")
-    return ["## Schemes", "", *table(head, rows, numeric=2)]
+    rows = []
+    for role, schemes in found.items():
+        for scheme, every in schemes.items():
+            methods, bits, matrices = every.cells()
+            rows.append((code(role), escaped(scheme), escaped(methods), bits, matrices))
+    head = ("role", "scheme", "methods", "bits a weight", "matrices")
+    return ["## Quantization", "", *table(head, rows, numeric=2)]
 
 
-def _worst(record: RunRecord) -> list[str]:
-    """What did not go as the recipe asked: counted by reason, so that the card stays short."""
+def _serving(record: RunRecord) -> list[str]:
+    """The commands that the checkpoint's own README gives."""
+    schemes = _quantized(record)
+    if record.recipe is None or not schemes:
+        return []
+    fp8 = any(s.startswith("int") and s.endswith("+ fp8") for s in schemes)
+    cpu = any(s.startswith("int4") and s.endswith("+ int8") for s in _quantized(record))
+    engines = readme.engines(record.recipe.format, fp8, cpu=cpu, engine=record.recipe.engine)
+    mtp = record.source.mtp_layers if record.source else 0
+    return ["## Serving", "", "From this folder.", "", *readme.serving_lines(engines, mtp)]
+
+
+def _verified(record: RunRecord) -> list[str]:
+    if record.recipe is None:
+        return []
+    words = escaped(record.recipe.verification)
+    if record.recipe.declared:
+        words = f"> **{words}.** Nothing here was run on this target."
+    elif record.recipe.edited:
+        words = f"> **{words}.**"
+    else:
+        words = f"{words[:1].upper()}{words[1:]}."
+    return ["## What was verified", "", words]
+
+
+def _fallbacks(record: RunRecord) -> list[str]:
+    """What did not go as the recipe asked: counted by action, so that the card stays short."""
+    if not record.layers:
+        return []
     if not record.fallbacks:
-        return []
-    actions: dict[str, int] = {}
-    for fallback in record.fallbacks:
-        actions[fallback.action] = actions.get(fallback.action, 0) + 1
+        return ["## Fallbacks", "", "None: everything went as the recipe asked."]
+    actions = Counter(fallback.action for fallback in record.fallbacks)
     rows = [(escaped(action), text.count(number)) for action, number in actions.items()]
     return ["## Fallbacks", "", *table(("what was done", "times"), rows, numeric=1)]
 

@@ -15,28 +15,31 @@ from reports import html, view
 from reports.comparison import Cell, Comparison, Metric, compare
 from reports.gate import check
 from reports.markdown import code, escaped, table
+from reports.record import ENOUGH_WINDOWS
 from reports.terminal import plain
 from reports.text import FORMATS, signed, times
 
 __all__ = ["Comparison", "as_json", "check", "compare", "markdown", "page", "show", "write_page"]
 
 _SCRIPTS = ("core", "tables", "curves", "compare")
-_SHORT = {
-    "better": "better",
-    "worse": "worse",
-    "within noise": "noise",
-    "equal": "equal",
-    "no interval": "unknown",
-    "not measured": "absent",
-}
-_STYLES = {"better": "blue", "worse": "dark_orange3", "not measured": "dim", "no interval": "dim"}
+_STYLES = {"better": "blue", "worse": "dark_orange3"}
+_DIM = {"not measured in both", "noise not known", "other method"}
+_UNITS = (
+    "ratio: run / baseline. difference: run - baseline in the metric's unit (KL: nats a token; "
+    "shares: percentage points, pp), [its 95 % interval]."
+)
 
 
 def page(comparison: Comparison) -> str:
     """Returns the runs side by side as one self-contained page."""
     return html.fill(
         "compare.html.j2",
-        {"comparison": comparison, "runs": comparison.records, "groups": grouped(comparison)},
+        {
+            "comparison": comparison,
+            "runs": comparison.records,
+            "groups": grouped(comparison),
+            "enough": ENOUGH_WINDOWS,
+        },
         view.comparison_data(comparison),
         _SCRIPTS,
     )
@@ -71,33 +74,43 @@ def show(comparison: Comparison, console: Console) -> None:
     base = comparison.names[0]
     for warning in comparison.forced:
         console.print(Text(f"forced: {warning}", style="bold dark_orange3"))
+    for warning in comparison.warnings():
+        console.print(Text(f"warning: {warning}", style="bold dark_orange3"))
     for at, name in enumerate(comparison.names[1:], start=1):
         console.print(Text(f"{name} against {base}", style="bold"), soft_wrap=True)
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for label in ("metric", "baseline", "run", "change", "95 % of change", "verdict"):
-            side: Literal["left", "right"] = "left" if label in ("metric", "verdict") else "right"
-            table.add_column(label, justify=side, header_style="dim", overflow="fold")
-        for metric in headline(comparison):
-            cell = metric.cells[at]
-            row = [metric.key, *(_value(metric, c) for c in (metric.cells[0], cell))]
-            row += [_moved(metric, cell), _interval(metric, cell), _SHORT[cell.verdict or "equal"]]
-            table.add_row(*(Text(part, style=_STYLES.get(cell.verdict or "", "")) for part in row))
-        console.print(table)
+        console.print(_block(comparison, at))
+    console.print(Text(_UNITS, style="dim"))
+
+
+def _block(comparison: Comparison, at: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for label in ("metric", "baseline", "run", "ratio", "difference", "verdict"):
+        side: Literal["left", "right"] = "left" if label in ("metric", "verdict") else "right"
+        table.add_column(label, justify=side, header_style="dim", overflow="fold")
+    for metric in headline(comparison):
+        cell = metric.cells[at]
+        verdict = cell.verdict or "equal"
+        difference = "\n".join(filter(None, (_delta(metric, cell), _interval(metric, cell))))
+        row = [metric.key, _value(metric, metric.cells[0]), _value(metric, cell), _ratio(cell)]
+        style = "dim" if verdict in _DIM else _STYLES.get(verdict, "")
+        table.add_row(*(Text(part, style=style) for part in [*row, difference, verdict]))
+    return table
 
 
 def markdown(comparison: Comparison) -> str:
     """Returns a table for a pull request; every metric that moved or decides."""
     names = [escaped(name) for name in comparison.names]
     lines = [f"**{', '.join(names[1:])}** against **{names[0]}**", ""]
-    lines += [f"> Forced: {escaped(warning)}" for warning in comparison.forced]
-    lines += [""] if comparison.forced else []
+    told = [f"> Forced: {escaped(warning)}" for warning in comparison.forced]
+    told += [f"> Warning: {escaped(warning)}" for warning in comparison.warnings()]
+    lines += ["  \n".join(told), ""] if told else []
     rows = [
         [code(metric.key), _value(metric, metric.cells[0])]
         + [_markdown_cell(metric, cell) for cell in metric.cells[1:]]
         for metric in headline(comparison)
     ]
     lines += table(["metric", *names], rows, numeric=len(names))
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", escaped(_UNITS)]) + "\n"
 
 
 def as_json(comparison: Comparison, breaches: Sequence[str]) -> dict[str, Any]:
@@ -105,6 +118,7 @@ def as_json(comparison: Comparison, breaches: Sequence[str]) -> dict[str, Any]:
     return {
         "runs": list(comparison.names),
         "forced": list(comparison.forced),
+        "warnings": list(comparison.warnings()),
         "metrics": [asdict(metric) for metric in comparison.metrics],
         "breaches": list(breaches),
     }
@@ -121,22 +135,17 @@ def _value(metric: Metric, cell: Cell) -> str:
 
 
 def _change(metric: Metric, cell: Cell) -> str:
-    """`+0.0012 (1.10x) [0.0009, 0.0015]`."""
-    if cell.delta is None:
-        return ""
-    parts = [plain(signed(cell.delta, metric.form))]
-    if cell.ratio is not None and metric.form != "pct":
-        parts.append(f"({_moved(metric, cell)})")
-    return " ".join([*parts, _interval(metric, cell)]).strip()
+    """`-0.0012 [-0.0015, -0.0009], 0.91x`."""
+    moved = " ".join(filter(None, (_delta(metric, cell), _interval(metric, cell))))
+    return ", ".join(filter(None, (moved, _ratio(cell))))
 
 
-def _moved(metric: Metric, cell: Cell) -> str:
-    """The change in its shortest form: points of a share, else a multiple of the baseline."""
-    if cell.delta is None:
-        return ""
-    if cell.ratio is None or metric.form == "pct":
-        return plain(signed(cell.delta, metric.form))
-    return plain(times(cell.ratio))
+def _delta(metric: Metric, cell: Cell) -> str:
+    return "" if cell.delta is None else plain(signed(cell.delta, metric.form))
+
+
+def _ratio(cell: Cell) -> str:
+    return "" if cell.ratio is None else plain(times(cell.ratio))
 
 
 def _interval(metric: Metric, cell: Cell) -> str:

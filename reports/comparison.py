@@ -13,9 +13,18 @@ from numpy.typing import NDArray
 
 from glm5q.errors import UserError
 from reports import metrics
-from reports.record import Accuracy, RunRecord
+from reports.record import ENOUGH_WINDOWS, Accuracy, RunRecord
 
-Verdict = Literal["better", "worse", "within noise", "equal", "no interval", "not measured"]
+# The words that terminal, page and Markdown alike say.
+Verdict = Literal[
+    "better",
+    "worse",
+    "within noise",
+    "equal",
+    "noise not known",
+    "not measured in both",
+    "other method",
+]
 Floats = NDArray[np.float64]
 
 _RESAMPLES = 4000
@@ -54,6 +63,7 @@ class Comparison:
     """`records[0]` is the baseline. `forced` says in what the runs differ that should be equal.
 
     `window_delta[i]`: KL by window of run i + 1 less the baseline's; empty where not paired.
+    `few[i]`: how many windows run i + 1's intervals rest on if they are too few, else 0.
     """
 
     names: tuple[str, ...]
@@ -61,13 +71,23 @@ class Comparison:
     metrics: tuple[Metric, ...]
     window_delta: tuple[tuple[float, ...], ...]
     forced: tuple[str, ...] = ()
+    few: tuple[int, ...] = ()
+
+    def warnings(self) -> tuple[str, ...]:
+        """One line a run whose intervals rest on too few windows."""
+        return tuple(
+            f"{name}: intervals rest on {count} windows only; fewer than {ENOUGH_WINDOWS} "
+            "say little about the noise"
+            for name, count in zip(self.names[1:], self.few, strict=True)
+            if count
+        )
 
 
 def compare(records: Sequence[RunRecord], names: Sequence[str], force: bool = False) -> Comparison:
     """Compares every record with the first.
 
     Raises UserError if fewer than two are given, or if source checkpoint or evaluation data differ
-    and `force` is not set; what a record lacks altogether is "not measured", not a difference.
+    and `force` is not set; what a record lacks altogether is not a difference.
     """
     if len(records) < 2:
         raise UserError(f"{len(records)} run given", "compare takes two or more")
@@ -82,7 +102,8 @@ def compare(records: Sequence[RunRecord], names: Sequence[str], force: bool = Fa
     deltas = tuple(
         tuple(float(d) for d in _paired(records[0], record, "window_kl")) for record in records[1:]
     )
-    return Comparison(tuple(names), tuple(records), rows, deltas, tuple(differences))
+    few = tuple(len(d) if 0 < len(d) < ENOUGH_WINDOWS else 0 for d in deltas)
+    return Comparison(tuple(names), tuple(records), rows, deltas, tuple(differences), few)
 
 
 def _differences(base: RunRecord, other: RunRecord, a: str, b: str) -> list[str]:
@@ -113,24 +134,27 @@ def _cell(
     spec: metrics.Spec, base: float | None, value: float | None, a: RunRecord, b: RunRecord
 ) -> Cell:
     if value is None or base is None:
-        return Cell(value, verdict="not measured")
+        return Cell(value, verdict="not measured in both")
     delta = value - base
     ratio = value / base if base else None
     low, high = _interval(spec, a, b)
-    return Cell(value, delta, ratio, low, high, _verdict(spec, base, value, low, high))
+    verdict = _verdict(spec, base, value, low, high)
+    if spec.key == "fallbacks" and delta and not metrics.same_methods(a, b):
+        verdict = "other method"  # one that cannot fall back is not better for never doing so
+    return Cell(value, delta, ratio, low, high, verdict)
 
 
 def _verdict(
     spec: metrics.Spec, base: float, value: float, low: float | None, high: float | None
 ) -> Verdict:
     if not math.isfinite(value) or not math.isfinite(base):
-        return "worse" if math.isfinite(base) else "no interval"
+        return "worse" if math.isfinite(base) else "noise not known"
     if value == base:
         return "equal"
     if spec.exact:
         low = high = value - base
     if low is None or high is None:
-        return "no interval"
+        return "noise not known"
     if low <= 0 <= high:
         return "within noise"
     return "better" if (high < 0) == (spec.better == "lower") else "worse"

@@ -86,6 +86,19 @@ def _worst_role(role: str) -> Value:
     return _worst(lambda layer: layer.role_error.get(role), max)
 
 
+def same_methods(a: RunRecord, b: RunRecord) -> bool:
+    """Whether both runs could fall back in the same ways: one method a role, pooled or not."""
+    return _methods(a) == _methods(b)
+
+
+def _methods(record: RunRecord) -> set[tuple[str, str, bool]]:
+    """(role, method, pooling) of every plan of the recipe, its overrides' too."""
+    content = record.recipe.content if record.recipe else {}
+    plans = list(content.get("weights", {}).items())
+    plans += [(o["role"], o["plan"]) for o in content.get("overrides", ())]
+    return {(role, str(plan.get("method")), bool(plan.get("pooling"))) for role, plan in plans}
+
+
 def latency_of(record: RunRecord, key: str, targets: set[str]) -> Latency | None:
     """The row that answers for `key`: the recipe's own target, measured and fastest first."""
     own = record.recipe.target if record.recipe else None

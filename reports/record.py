@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from glm5q.errors import UserError
 from reports.measures import Assembled, Indexer, MemoryPlan, Sweep
 
 SCHEMA_VERSION = 1
+ENOUGH_WINDOWS = 8  # a bootstrap over fewer is too narrow too often
+_RANGES = ("input_absmax", "output_absmax", "input_p999", "outlier_channels")
 
 
 class _Frozen(BaseModel):
@@ -20,7 +23,11 @@ class _Frozen(BaseModel):
 
 
 class SourceInfo(_Frozen):
-    """The checkpoint a run read. `content_hash` covers every tensor: name, dtype, shape, bytes."""
+    """The checkpoint a run read. `content_hash` covers every tensor: name, dtype, shape, bytes.
+
+    `base_model` is its name on a model hub, the licence what its README's front matter says; None
+    where they are not known.
+    """
 
     path: str
     variant: str
@@ -30,10 +37,14 @@ class SourceInfo(_Frozen):
     mtp_layers: int
     parameters: int
     latent_norm_eps: float
+    base_model: str | None = None
+    license: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
 
 
 class RecipeInfo(_Frozen):
-    """The recipe as applied. `verification` is how far its target was checked."""
+    """The recipe as applied. `verification` is how far this very recipe was checked."""
 
     name: str
     content_hash: str
@@ -47,6 +58,11 @@ class RecipeInfo(_Frozen):
     def declared(self) -> bool:
         """Whether nothing of the target was ever run: its verification begins with `declared`."""
         return self.verification.startswith("declared")
+
+    @property
+    def edited(self) -> bool:
+        """Whether it is a shipped recipe with changes that nobody checked; see recipes.schema."""
+        return "edited from " in self.verification
 
 
 class DataInfo(_Frozen):
@@ -76,6 +92,8 @@ class Fallback(_Frozen):
 class Matrix(_Frozen):
     """See glm5q.types.MatrixResult.
 
+    Where no forward multiplied the matrix there is no range: None, never 0 (records once said 0 of
+    both input and output, which no real activation is). `error` is 0 where it is kept.
     On the same tokens as `input_absmax`: `input_p999` is the 99.9th percentile of |input| over all
     elements; `outlier_channels` counts the input channels, of `input_channels`, whose absmax is
     more than 10 times the median channel's absmax. For stacked experts: over all of their inputs.
@@ -87,13 +105,26 @@ class Matrix(_Frozen):
     method: str
     bits: float
     error: float
-    input_absmax: float
-    output_absmax: float
+    input_absmax: float | None
+    output_absmax: float | None
     matrices: int
     input_p999: float | None = None
     outlier_channels: int | None = None
     input_channels: int | None = None
     weight_error: float | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _zero_was_unseen(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and raw.get("input_absmax") == raw.get("output_absmax") == 0:
+            return raw | dict.fromkeys(_RANGES)
+        return raw
+
+    @property
+    def reach(self) -> float | None:
+        """The largest magnitude seen on either side; None if never observed."""
+        seen = [v for v in (self.input_absmax, self.output_absmax) if v is not None]
+        return next((v for v in seen if math.isnan(v)), max(seen, default=None))
 
 
 class Experts(_Frozen):
@@ -177,12 +208,24 @@ class Accuracy(_Frozen):
     layer_kl: Literal["alone", "lens"] | None = None
     indexer: Indexer | None = None
 
+    @property
+    def few(self) -> bool:
+        """Whether the interval rests on too few windows to be believed."""
+        return len(self.window_kl) < ENOUGH_WINDOWS
+
+    @property
+    def enough(self) -> int:
+        return ENOUGH_WINDOWS
+
 
 class Latency(_Frozen):
     """One op at one shape. `how` tells a measurement from a model of the chip or a quoted figure.
 
     `low_s` and `high_s` bound the windows' medians; `p99_s` is over single calls. `floor_s` is the
     least time the chip's measured ceilings allow; `bound` says which of them it comes from.
+    `calls` is how many calls were timed; `cpu_s` their median CPU time, all threads; `memory_bytes`
+    what one allocates at most on a GPU. `problem` is what was wrong with the result, None if
+    nothing or if it was not judged.
     """
 
     op: str
@@ -198,6 +241,10 @@ class Latency(_Frozen):
     device: str
     p99_s: float | None = None
     bound: Literal["memory", "compute"] | None = None
+    calls: int | None = None
+    cpu_s: float | None = None
+    memory_bytes: int | None = None
+    problem: str | None = None
 
     @property
     def over_floor(self) -> float | None:
@@ -258,10 +305,17 @@ class RunRecord(_Frozen):
 
     @property
     def slowest(self) -> int | None:
-        """Which of `latency` has the largest median, measured ones before others; None if empty."""
-        rows = self.latency
-        order = range(len(rows))
-        return max(order, key=lambda i: (rows[i].how == "measured", rows[i].median_s), default=None)
+        """Which of `latency` has the largest median; None if empty.
+
+        Measured ones come before others, and ours before what was timed beside them.
+        """
+        rows, beside = self.latency, ("torch-", "onnxruntime")
+
+        def rank(at: int) -> tuple[bool, bool, float]:
+            row = rows[at]
+            return row.how == "measured", not row.implementation.startswith(beside), row.median_s
+
+        return max(range(len(rows)), key=rank, default=None)
 
 
 def write_record(record: RunRecord, path: Path) -> None:

@@ -68,6 +68,7 @@ def _accuracy(record: RunRecord) -> Lines:
         return []
     sig, pct = text.significant, text.percent
     interval = f"{sig(accuracy.kl_low)} to {sig(accuracy.kl_high)}"
+    interval += f", of {len(accuracy.window_kl)} windows only" if accuracy.few else ""
     lines = [
         ("KL", f"{sig(accuracy.kl_mean)} nats a token (95 %: {interval})"),
         ("top-1", f"{pct(accuracy.top1_agreement)} the same next token"),

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from reports import text
 from reports.comparison import Comparison
 from reports.measures import MemoryPlan
 from reports.record import Layer, Matrix, RunRecord
@@ -87,11 +88,14 @@ def fallen_experts(record: RunRecord) -> set[tuple[int, int]]:
 
 
 def role_peaks(record: RunRecord) -> list[tuple[str, int, int]]:
-    """(role, layer index, matrix index) of each role's largest input, in order of appearance."""
+    """(role, layer index, matrix index) of each role's largest magnitude, in order of appearance.
+
+    A role that was never observed stands there too, by its first matrix.
+    """
     peaks: dict[str, tuple[float, int, int]] = {}
     for at, layer in enumerate(record.layers):
         for number, matrix in enumerate(layer.matrices):
-            reach = max(matrix.input_absmax, matrix.output_absmax)
+            reach = -math.inf if matrix.reach is None else matrix.reach
             if matrix.role not in peaks or not reach <= peaks[matrix.role][0]:
                 peaks[matrix.role] = (reach, at, number)
     return [(role, at, number) for role, (_, at, number) in peaks.items()]
@@ -141,6 +145,14 @@ def by_role(roles: dict[str, tuple[int, int]], which: int) -> list[tuple[str, in
     return [(role, both[which]) for role, both in roles.items()]
 
 
+def fits_first(plan: MemoryPlan) -> list[int]:
+    """Indices into the plan's devices: those that fit, then the others, each in the plan's order.
+
+    The first screen has room for a few.
+    """
+    return sorted(range(len(plan.devices)), key=lambda at: not plan.devices[at].fits)
+
+
 def widest(plan: MemoryPlan) -> int:
     """Bytes that a memory bar's full width stands for."""
     return max((max(d.capacity_bytes, sum(d.parts.values())) for d in plan.devices), default=1)
@@ -150,7 +162,14 @@ def six(value: float | None, digits: int = 6) -> float | str | None:
     """Six significant digits; what JSON cannot say (nan, inf) as a string."""
     if value is None or isinstance(value, int):
         return value
-    return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
+    if not math.isfinite(value):
+        return str(value)
+    kept = float(f"{value:.{digits}g}")
+    if text.significant(kept) == text.significant(value):
+        return kept
+    # Rounded twice, 0.1074499 would be shown as 0.1075: one step of the last digit back.
+    step = 10.0 ** (math.floor(math.log10(abs(value))) + 1 - digits)
+    return float(f"{kept + math.copysign(step, value - kept):.{digits}g}")
 
 
 def _short(value: Any) -> Any:

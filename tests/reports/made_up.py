@@ -34,7 +34,7 @@ MATRICES = (
     ("self_attn.q_b_proj", "attention", *INT8, 0.006, 9.0, 2048),
     ("self_attn.kv_a_proj_with_mqa", "attention", *INT8, 0.009, 40.0, 6144),
     ("self_attn.o_proj", "attention", *INT8, 0.011, 14.0, 16384),
-    ("self_attn.kv_b_proj", "kv_b", *KEPT, 0.0, 6.0, 512),
+    ("self_attn.kv_b_proj", "kv_b", *KEPT, 0.0, None, 512),
     ("self_attn.indexer.wq_b", "indexer_query", *INT8, 0.007, 9.0, 2048),
     ("self_attn.indexer.wk", "indexer_key", *KEPT, 0.0, 40.0, 6144),
 )  # fmt: skip
@@ -162,9 +162,16 @@ def _layer(index: int, layers: int, experts: int, rng: Rng) -> Layer:
 
 def _matrix(row: tuple, depth: float, experts: int, index: int, rng: Rng) -> Matrix:  # type: ignore[type-arg]
     module, role, scheme, method, bits, error, absmax, channels = row
-    largest = float(absmax * rng.lognormal(0, 0.35))
+    largest = float((absmax or 1.0) * rng.lognormal(0, 0.35))
     if role == "dense_mlp" and index == 1:
         largest = 71_232.0  # a massive activation, beyond FP16
+    seen = absmax is not None  # kv_b is absorbed: its product is never taken
+    ranges = {
+        "input_absmax": largest,
+        "output_absmax": float(largest * rng.uniform(0.4, 1.4)),
+        "input_p999": largest / float(rng.uniform(6, 14)),
+        "outlier_channels": int(rng.poisson(3 if not seen or absmax < 100 else 9)),
+    }
     return Matrix(
         module=module,
         role=role,
@@ -172,13 +179,10 @@ def _matrix(row: tuple, depth: float, experts: int, index: int, rng: Rng) -> Mat
         method=method,
         bits=bits,
         error=float(error * depth * rng.lognormal(0, 0.1)),
-        input_absmax=largest,
-        output_absmax=float(largest * rng.uniform(0.4, 1.4)),
         matrices=experts if role == "routed_expert" else 1,
-        input_p999=largest / float(rng.uniform(6, 14)),
-        outlier_channels=int(rng.poisson(3 if absmax < 100 else 9)),
         input_channels=channels,
         weight_error=float(error * 1.4 * rng.lognormal(0, 0.1)),
+        **{name: value if seen else None for name, value in ranges.items()},  # type: ignore[arg-type]
     )
 
 

@@ -78,7 +78,7 @@ def sweeps(recipe: str) -> list[Sweep]:
 def _sweep(op: str, target: str, device: str, how: str, base: float, knee: float) -> Sweep:
     points = []
     for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
-        median = base * (1 + batch / knee + (batch / 420) ** 2.2)
+        median = base * (1 + batch / knee + (batch / 260) ** 2.2)
         wide = 0.02 if how == "measured" else 0.0
         points.append(
             SweepPoint(

@@ -5,6 +5,7 @@ Screenshots land in pytest's cache folder, report-screenshots; look at them afte
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 
 from reports import compare, html, text
 from reports.comparison import Comparison
-from reports.record import read_record
-from tests.reports.browser import SIZES, Opened
+from reports.record import RunRecord, read_record
+from tests.reports.browser import SIZES, Opened, near
 from tests.reports.made_up import record
 
 V1 = Path(__file__).parent / "data" / "record-v1.json"
@@ -34,7 +35,18 @@ def pages(
     compare.write_page(three, folder / "compare.html")
     html.write_page(read_record(V1), folder / "old.html")
     html.write_page(record(layers=4, experts=4, windows=6), folder / "short.html")
-    return {"report": file} | {n: folder / f"{n}.html" for n in ("compare", "old", "short")}
+    html.write_page(bare(), folder / "bare.html")
+    names = ("compare", "old", "short", "bare")
+    return {"report": file} | {n: folder / f"{n}.html" for n in names}
+
+
+def bare() -> RunRecord:
+    """A record of an edited recipe that was neither planned nor timed."""
+    made = record(layers=4, experts=4, windows=9)
+    assert made.recipe is not None
+    edited = made.recipe.model_copy(update={"verification": "edited from h200; not verified"})
+    lost = {"memory": None, "latency": [], "sweeps": [], "assembled": [], "recipe": edited}
+    return made.model_copy(update=lost)
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +88,18 @@ def test_look(
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "scheme"),
-    [("short", 1440, "light"), ("short", 390, "dark"), ("compare", 1440, "light")],
+    ("name", "width"), [("short", 1440), ("short", 390), ("bare", 1440), ("compare", 1440)]
 )
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("locale", ["en-US", "zh-CN"])
 def test_axe_finds_nothing_serious(
-    chromium: Any, pages: dict[str, Path], name: str, width: int, scheme: str
+    chromium: Any, pages: dict[str, Path], name: str, width: int, scheme: str, locale: str
 ) -> None:
     module = pytest.importorskip(
         "axe_playwright_python.sync_playwright",
         reason="not run: axe is not installed (pip install axe-playwright-python)",
     )
-    page = Opened(chromium, pages[name], width, color_scheme=scheme)
+    page = Opened(chromium, pages[name], width, color_scheme=scheme, locale=locale)
     # Tables are judged too: two of them, for all are made alike and long ones take axe seconds.
     for summary in page.page.locator(
         'details[data-table="windows"] summary, details[data-table="router"] summary'
@@ -114,6 +127,42 @@ def test_the_verdict_is_on_the_first_screen(
     page.close()
 
 
+@pytest.mark.parametrize("width", SIZES)
+def test_tiles_say_what_would_fill_them(chromium: Any, pages: dict[str, Path], width: int) -> None:
+    page = Opened(chromium, pages["bare"], width)
+    told = page.page.locator("dl.verdict > div").all_inner_texts()
+    for tile, command in ((told[4], "glm5q plan"), (told[5], "glm5q bench --target h200")):
+        assert re.search("Not (planned|measured) in this run", tile)
+        assert command in tile
+    assert "An edited recipe" in page.page.locator(".note.warn").inner_text()
+    assert "edited from h200; not verified" in page.page.locator(".note.warn").inner_text()
+    page.close()
+
+
+@pytest.mark.parametrize("name", ["short", "compare"])
+def test_print_is_dark_on_white_whatever_the_screen(
+    chromium: Any, pages: dict[str, Path], name: str, request: pytest.FixtureRequest
+) -> None:
+    page = Opened(chromium, pages[name], color_scheme="dark")
+    page.page.set_viewport_size({"width": 703, "height": 1000})  # A4 less its margins
+    page.page.emulate_media(media="print")
+    assert page.page.evaluate("document.documentElement.scrollWidth") <= 704  # of rounding, one
+    for canvas in page.page.locator("#expert-map canvas").all():
+        pixels = canvas.evaluate("""(c) => c.getContext("2d")
+            .getImageData(0, 0, c.width, c.height).data.reduce((sum, v) => sum + v, 0)
+            / (c.width * c.height * 4)""")
+        assert pixels > 140  # on the dark scale most cells are near black
+    ink, paper = page.page.evaluate(
+        """() => ["h1", "body"].map((s, i) => getComputedStyle(document.querySelector(s))
+            [i ? "backgroundColor" : "color"].match(/\\d+/g).slice(0, 3).map(Number))"""
+    )
+    assert max(ink) < 60
+    assert min(paper) > 240
+    shots = request.config.cache.mkdir("report-screenshots")
+    page.page.screenshot(path=shots / f"{name}-print.png", full_page=True)
+    page.close()
+
+
 def test_compare_loads_alone(compared: Opened) -> None:
     assert (compared.requests, compared.errors) == ([compared.address], [])
 
@@ -136,12 +185,12 @@ def test_compare_marks_and_tables(compared: Opened, three: Comparison) -> None:
         assert compared.count(f"#delta-{at} .dot") == len(deltas)
     rows = compared.rows("deltas")
     for at, deltas in enumerate(three.window_delta):
-        assert [row[at + 1] for row in rows] == [float(f"{d:.6g}") for d in deltas]
+        assert near([row[at + 1] for row in rows], list(deltas))
     depths = compared.rows("depths")
     for at, made in enumerate(three.records):
         assert made.accuracy is not None
-        expected = [float(f"{layer.hidden_error:.6g}") for layer in made.accuracy.layers]
-        assert [row[at + 1] for row in depths] == expected
+        expected = [layer.hidden_error for layer in made.accuracy.layers]
+        assert near([row[at + 1] for row in depths], expected)
 
 
 def test_colour_only_beyond_the_noise(compared: Opened, three: Comparison) -> None:

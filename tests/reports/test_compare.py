@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from glm5q.errors import UserError
 from reports import compare, html, text
-from reports.comparison import Cell, Comparison
+from reports.comparison import Cell, Comparison, Verdict
 from reports.record import Accuracy, RunRecord
 from tests.reports.made_up import record
 from tests.reports.test_html import HOSTILE, numbers
@@ -118,6 +119,92 @@ def test_not_a_number_is_worse() -> None:
     assert cell(compare.compare([run(), broken], ["a", "b"]), "kl_mean").verdict == "worse"
 
 
+def shown(comparison: Comparison, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    compare.show(comparison, console)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def replan(made: RunRecord, **plan: object) -> RunRecord:
+    """The same run with another plan of the routed experts in its recipe."""
+    assert made.recipe is not None
+    content = made.recipe.content | {
+        "weights": made.recipe.content["weights"] | {"routed_expert": plan}
+    }
+    return made.model_copy(update={"recipe": made.recipe.model_copy(update={"content": content})})
+
+
+def unfallen(made: RunRecord) -> RunRecord:
+    layers = [layer.model_copy(update={"fallbacks": []}) for layer in made.layers]
+    return made.model_copy(update={"layers": layers})
+
+
+@pytest.mark.parametrize(
+    ("plan", "verdict"),
+    [
+        ({"method": "gptq", "bits": 4, "pooling": 0.25}, "better"),
+        ({"method": "gptq", "bits": 8, "pooling": 0.5}, "better"),
+        ({"method": "rtn", "bits": 4}, "other method"),
+        ({"method": "gptq", "bits": 4, "pooling": 0.0}, "other method"),
+    ],
+)
+def test_a_method_that_cannot_fall_back_is_not_better(
+    plan: dict[str, object], verdict: str
+) -> None:
+    base = replan(run(experts=16), method="gptq", bits=4, pooling=0.25)
+    assert base.fallbacks
+    both = compare.compare([base, replan(unfallen(base), **plan)], ["base", "other"])
+    assert cell(both, "fallbacks").verdict == verdict
+    assert re.search(rf"fallbacks .* {verdict}", shown(both))
+    back = compare.compare([replan(unfallen(base), **plan), base], ["other", "base"])
+    expected = {"better": "worse"}.get(verdict, verdict)
+    assert cell(back, "fallbacks").verdict == expected
+
+
+@pytest.mark.parametrize(("windows", "warned"), [(7, True), (8, False)])
+def test_few_windows_are_said_everywhere(windows: int, warned: bool) -> None:
+    pair = [run(windows=windows), run(windows=windows, kl=0.01, seed=1)]
+    both = compare.compare(pair, ["a", "b [x]"])
+    line = f"intervals rest on {windows} windows only"
+    first_screen = compare.page(both).split('<section id="accuracy"')[0]
+    assert (line in shown(both)) is warned
+    assert (line in compare.markdown(both)) is warned
+    assert (line in first_screen) is warned
+    assert (f"区间仅由 {windows} 个窗口" in first_screen) is warned
+    assert bool(compare.as_json(both, ())["warnings"]) is warned
+
+
+def test_one_wording_of_verdicts_everywhere() -> None:
+    """What JSON says is what the terminal, Markdown and the page say in English."""
+    base = replan(run(experts=16), method="gptq", bits=4, pooling=0.25)
+    lost = {"latency": [], "accuracy": None, "assembled": []}
+    others = [
+        run(kl=0.010, seed=1), run(kl=0.0124, seed=2), run(kl=0.02, seed=3), base,
+        replan(unfallen(base), method="rtn"), run().model_copy(update=lost),
+    ]  # fmt: skip
+    found = compare.compare([base, *others], ["base", *"abcdef"])
+    words = {c.verdict for m in found.metrics for c in m.cells if c.verdict}
+    assert words == set(get_args(Verdict))
+    page = compare.page(found)
+    for word in words:
+        assert f'<span class="word"><span lang="en">{word}</span>' in page
+    told = {c.verdict for m in compare.headline(found) for c in m.cells if c.verdict}
+    assert words - told == {"noise not known"}  # of metrics that a page has room for
+    for out in (shown(found), compare.markdown(found)):
+        assert {word for word in words if word in out} == told
+        assert not re.search(r"(?<!within )\b(noise|unknown|absent)$", out, re.M)
+
+
+def test_units_of_change_and_interval_are_labelled(three: Comparison) -> None:
+    said = "difference: run - baseline in the metric's unit"
+    assert said in shown(three)
+    assert said in compare.markdown(three)
+    page = compare.page(three)
+    assert "difference (run − baseline, in the metric's unit" in page
+    intervals = page.count('/low" data-form')
+    assert intervals == page.count('<span class="ci">95 %</span>') > 0
+
+
 def test_counts_have_no_noise() -> None:
     a = run()
     assert a.size is not None
@@ -146,7 +233,7 @@ def test_latency_verdict_is_from_both_spreads(low: float, high: float, verdict: 
         for m in compare.compare([runs[0], computed], ["a", "b"]).metrics
         if m.key.startswith("latency.")
     )
-    assert found.cells[1].verdict == "no interval"
+    assert found.cells[1].verdict == "noise not known"
 
 
 def test_two_chips_are_compared_op_by_op() -> None:
@@ -159,7 +246,7 @@ def test_two_chips_are_compared_op_by_op() -> None:
     both = compare.compare([h200, atlas], ["h200", "a3"])
     found = cell(both, "latency.sparse_attention.tokens4096.keys65536")
     assert found.value == 4.4e-3
-    assert found.verdict == "no interval"  # the other side is only computed
+    assert found.verdict == "noise not known"  # the other side is only computed
 
 
 def other_source(made: RunRecord) -> RunRecord:
@@ -197,7 +284,7 @@ def test_what_cannot_be_compared_is_refused(change, names: str) -> None:  # type
 
 def test_forced_data_is_not_paired() -> None:
     forced = compare.compare([run(), other_data(run(kl=0.005, seed=1))], ["a", "b"], force=True)
-    assert cell(forced, "kl_mean").verdict == "no interval"
+    assert cell(forced, "kl_mean").verdict == "noise not known"
     assert forced.window_delta == ((),)
     assert "No two runs can be paired" in compare.page(forced)
 
@@ -210,7 +297,7 @@ def test_one_run_is_refused() -> None:
 def test_what_one_run_lacks_is_not_a_difference() -> None:
     bench = run().model_copy(update={"accuracy": None, "source": None})
     mixed = compare.compare([run(), bench], ["a", "b"])
-    assert cell(mixed, "kl_mean").verdict == "not measured"
+    assert cell(mixed, "kl_mean").verdict == "not measured in both"
     assert "not measured in both" in compare.page(mixed)
 
 
@@ -243,7 +330,9 @@ def test_terminal_at_80_columns(three: Comparison, capsys: pytest.CaptureFixture
     assert "\x1b" not in out
     assert out.isascii()
     assert "better against base [g128]" in out
-    assert re.search(r"kl_mean +0\.013\d+ +0\.01\d+ +0\.9\d+x +\[-0.\d+, -0.\d+\] +better", out)
+    assert re.search(r"kl_mean +0\.013\d+ +0\.01\d+ +0\.9\d+x +-0\.00\d+ +better", out)
+    assert re.search(r"\n +\[-0\.\d+, -0\.\d+\] *\n", out)  # under the difference it bounds
+    assert "[its 95 % interval]" in " ".join(out.split())
 
 
 def test_markdown_holds_what_moved(three: Comparison) -> None:

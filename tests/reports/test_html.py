@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import time
 from collections.abc import Iterator
@@ -14,13 +15,15 @@ from string import Formatter
 
 import pytest
 
-from reports import html, text
+from glm5q.types import Role
+from reports import html, text, view
 from reports.record import RunRecord, read_record
 from tests.reports.made_up import record
 
 V1 = Path(__file__).parent / "data" / "record-v1.json"
 TEMPLATES = files("reports") / "templates"
 LIMIT_BYTES = 500_000
+PARTS = ("latency", "macros", "memory")
 HOSTILE = "</script><script>window.pwned=1</script><img src=x onerror='window.pwned=1'>{{7*7}}&amp;"
 
 
@@ -130,6 +133,27 @@ def test_the_verdict_is_there(full_page: str) -> None:
     assert {f"record/{path}" for path in wanted} <= paths
 
 
+def test_a_sweep_that_ends_at_its_peak_says_so(full: RunRecord) -> None:
+    assert "the largest tried" not in html.render(full)
+    sweep = full.sweeps[0]
+    rising = sweep.model_copy(update={"points": sweep.points[:5], "peak_batch": 16})
+    assert html.render(without(full, sweeps=[rising])).count("the largest tried") == 1
+
+
+def test_those_that_fit_come_first(full: RunRecord) -> None:
+    assert full.memory is not None
+    turned = full.memory.model_copy(update={"devices": full.memory.devices[::-1]})
+    tile = html.render(without(full, memory=turned)).split('<ul class="fits">')[1]
+    told = re.findall(r'<li class="(\w+)">.*?devices/(\d)/count', tile.split("</ul>")[0], re.S)
+    assert told == [("yes", "2"), ("yes", "3"), ("yes", "4"), ("no", "0")]
+
+
+def test_few_windows_are_warned_of() -> None:
+    few = html.render(record(layers=3, experts=4, windows=7))
+    assert "Judged on 7 windows only" in few.split('<section id="accuracy"')[0]
+    assert "windows only" not in html.render(record(layers=3, experts=4, windows=8))
+
+
 def test_old_record_renders() -> None:
     old = read_record(V1)
     page = html.render(old)
@@ -220,11 +244,27 @@ def _strings() -> dict[str, list[str]]:
     return strings
 
 
+# Names and symbols that Chinese readers write alike.
+SAME_IN_BOTH = {
+    "fill.provenance",
+    "p99",
+    "part.mtp",
+    "js.kind.mtp",
+    "js.kl",
+    "js.input_p999",
+    "js.k",
+    "js.window_kl",
+    "js.window_top1",
+}
+
+
 def test_both_languages_say_the_same_fields() -> None:
     for key, both in _strings().items():
         english, chinese = (sorted(f for _, f, _, _ in Formatter().parse(s) if f) for s in both)
         assert english == chinese, key
         assert all(both) or key == "fill.provenance", key
+        chinese_signs = re.search("[\u4e00-\u9fff]", both[1])
+        assert bool(chinese_signs) != (key in SAME_IN_BOTH), f"{key} is not translated"
 
 
 def test_every_string_is_used_and_none_is_missing() -> None:
@@ -259,3 +299,27 @@ def test_no_page_is_left_half_written(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="disk full"):
         html.write_page(record(layers=4, experts=4, windows=4), page)
     assert page.read_bytes() == before
+
+
+def test_no_number_is_rounded_twice() -> None:
+    """What the page's data keeps is shown as the exact value is: 0.1074499 is not 0.1075."""
+    rng = random.Random(5)
+    exact = [0.107_449_9, -0.107_449_9, 1.000_049_99e-7, 9.999_499_9]
+    exact += [rng.lognormvariate(0, 9) for _ in range(20_000)]
+    for digits in (5, 6):
+        for value in (v for v in exact if abs(v) < 10**digits):  # beyond, all digits are shown
+            kept = view.six(value, digits)
+            assert isinstance(kept, float)
+            assert text.significant(kept) == text.significant(value)
+            assert math.isclose(kept, value, rel_tol=10 ** (1 - digits))
+
+
+def test_every_role_has_a_colour_of_its_own() -> None:
+    """In one bar of a checkpoint by role, and on every theme."""
+    for theme in re.findall(r"\{[^{}]*--c0:[^{}]*\}", _source("css/base.css")):
+        colours = dict(re.findall(r"(--c\d+): (#\w+)", theme))
+        assert len(set(colours.values())) == len(colours) == len(Role)
+    drawn = re.findall(r"\.(c\d+) \{ background-color: var\(--(c\d+)\)", _source("css/charts.css"))
+    assert {name for name, var in drawn if name == var} == {f"c{i}" for i in range(len(Role))}
+    steps = re.findall(r"% (\d+) \}\}", "".join(_source(f"parts/{n}.html.j2") for n in PARTS))
+    assert set(steps) == {str(len(Role))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -53,6 +54,25 @@ def test_additions_are_optional() -> None:
     assert old.accuracy.layers[0].kl is None
     assert old.layers[0].matrices[0].input_p999 is None
     assert old.latency[0].over_floor is None
+
+
+def test_the_old_record_is_as_it_was_written() -> None:
+    """Golden: mending a reader by rewriting what it must read proves nothing."""
+    digest = hashlib.sha256(V1.read_bytes()).hexdigest()
+    assert digest == "eb24b56a9244eb2f507e9608eb977ea834409974644f68d77ba99d8c440c455a"
+
+
+@pytest.mark.parametrize("field", ["input_absmax", "output_absmax"])
+def test_zero_of_both_ranges_was_never_observed(field: str) -> None:
+    raw = json.loads(V1.read_text())
+    matrix = raw["layers"][0]["matrices"][0]
+    matrix |= {"input_absmax": 0.0, "output_absmax": 0.0, "input_p999": 0.0, "outlier_channels": 0}
+    read = RunRecord.model_validate(raw).layers[0].matrices[0]
+    assert (read.input_absmax, read.output_absmax, read.reach) == (None, None, None)
+    assert (read.input_p999, read.outlier_channels) == (None, None)
+    matrix[field] = 2.5  # one side alone was seen
+    read = RunRecord.model_validate(raw).layers[0].matrices[0]
+    assert getattr(read, field) == read.reach == 2.5
 
 
 def test_other_schema_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from reports import terminal
-from reports.card import model_card
 from reports.record import RunRecord, read_record
 from tests.reports.made_up import record
 
@@ -63,21 +62,6 @@ def test_what_was_not_measured_is_named() -> None:
     assert re.search(r"not measured +memory plan", out)
 
 
-def test_card_holds_the_verdict(made: RunRecord) -> None:
-    card = model_card(made)
-    assert card.startswith('---\nlibrary_name: "vllm"\ntags: ["glm5q", ')
-    assert "# GLM-5, quantized (h200)" in card
-    assert "401.4 GB" in card
-    assert made.command in card
-    assert "| `routed_expert` | int4 g128 + fp8 | gptq | 4.125 | 48 |" in card
-    assert "\\<made up\\>" in card
-
-
-def test_declared_card_says_so() -> None:
-    card = model_card(record(layers=3, experts=4, windows=4, recipe="atlas-800t-a3"))
-    assert "> **declared; never run on an NPU.** Nothing here was run on this target." in card
-
-
-def test_card_of_an_old_record() -> None:
-    card = model_card(read_record(V1))
-    assert "not measured | memory plan" in card
+def test_few_windows_are_said() -> None:
+    assert "of 7 windows only" in shown(record(layers=3, experts=4, windows=7), width=120)
+    assert "windows only" not in shown(record(layers=3, experts=4, windows=8), width=120)

@@ -31,4 +31,4 @@ function startDepths() {
 
 for (const start of [startDeltas, startDepths]) start();
 readyTables();
-root.dataset.ready = "true";
+finished();

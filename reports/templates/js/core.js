@@ -115,7 +115,8 @@ const onRestyle = (draw) => { document.addEventListener("restyle", draw); draw()
 const remember = (key, value) => { try { localStorage.setItem(`glm5q.${key}`, value); } catch { /* file: pages may not keep any */ } };
 const recall = (key) => { try { return localStorage.getItem(`glm5q.${key}`); } catch { return null; } };
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
-const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : systemDark.matches);
+const paper = matchMedia("print");
+const isDark = () => !paper.matches && (root.dataset.theme ? root.dataset.theme === "dark" : systemDark.matches);
 
 function setLanguage(language) {
   root.dataset.lang = language;
@@ -133,7 +134,7 @@ $("theme").addEventListener("click", () => {
 });
 setLanguage(LANGUAGES[recall("language")] ? recall("language") : /^zh/i.test(navigator.language) ? "zh" : "en");
 if (["light", "dark"].includes(recall("theme"))) root.dataset.theme = recall("theme");
-systemDark.addEventListener("change", restyle);
+for (const media of [systemDark, paper]) media.addEventListener("change", restyle);
 let screenTheme;
 addEventListener("beforeprint", () => { screenTheme = root.dataset.theme; root.dataset.theme = "light"; restyle(); });
 addEventListener("afterprint", () => { if (screenTheme) root.dataset.theme = screenTheme; else delete root.dataset.theme; restyle(); });
@@ -171,3 +172,10 @@ const gradient = (name, low = 0, high = 1) => {
 const numbers = (values) => values.filter((v) => typeof v === "number" && Number.isFinite(v));
 const most = (values) => numbers(values).reduce((a, b) => Math.max(a, b), -Infinity);
 const least = (values) => numbers(values).reduce((a, b) => Math.min(a, b), Infinity);
+const has = (values) => values.some((v) => v !== null && v !== undefined);
+
+/** Says that everything is drawn; the mark is when the browser has painted it. */
+function finished() {
+  root.dataset.ready = "true";
+  requestAnimationFrame(() => setTimeout(() => performance.mark("glm5q.painted")));
+}

@@ -8,7 +8,6 @@ const matrixRow = (row) => {
   return named;
 };
 const matricesOf = (layer) => (M.rows[layer] ?? []).map(matrixRow);
-const has = (values) => values.some((v) => v !== null && v !== undefined);
 const klKey = D.layer_kl ? `kl.${D.layer_kl}` : "kl";
 
 /** role -> the layer's worst matrix of that role, by `field`; null where it has none. */
@@ -88,7 +87,8 @@ function startLayers() {
 const MATRIX_FIELDS = ["module", "role", "scheme", "method", "matrices", "bits", "error", "input_absmax", "output_absmax", "input_p999", "outlier_channels"];
 const MATRIX_COLUMNS = () => [
   column("module", "", code), column("role", "", code), column("scheme", "", code), column("method", "", code), column("matrices", "int"), column("bits", "bits"),
-  column("matrix_error", "sig"), column("input_absmax", "sig"), column("output_absmax", "sig"), column("input_p999", "sig"), column("outlier_channels", "int"),
+  column("matrix_error", "sig"), ...["input_absmax", "output_absmax"].map((name) => ({ ...column(name, "sig"), absent: `<span class="none">${t("not_observed")}</span>` })),
+  column("input_p999", "sig"), column("outlier_channels", "int"),
 ];
 
 function drill(at, choose) {

@@ -16,7 +16,7 @@ function startWindows() {
 const FP16_MAX = 65504;
 function startActivations() {
   if (!$("ranges")) return;
-  const byRole = Object.entries(worstByRole("input_absmax")).filter(([, values]) => has(values));
+  const byRole = Object.entries(worstByRole("input_absmax"));
   const all = numbers(byRole.flatMap(([, values]) => values)).filter((v) => v > 0);
   const [low, high] = [Math.log10(least(all)), Math.log10(Math.min(most(all), FP16_MAX))];
   const rows = byRole.map(([role, values]) => ({
@@ -57,4 +57,4 @@ document.addEventListener("pointermove", (event) => {
 
 for (const start of [startExperts, startLayers, startWindows, startIndexer, startRouter, startActivations, startSweep]) start();
 readyTables();
-root.dataset.ready = "true";
+finished();

@@ -10,6 +10,7 @@ function drawStrips(host, rows, columns, { onPick = null, title = (i) => `${t("l
   const lanes = [];
   for (const row of rows) {
     if (row.heading) { host.append(element("p", { class: "heading" }, row.heading)); continue; }
+    if (!has(row.values)) { host.append(element("div", { class: "lane unseen" }, `<span class="name">${row.label}</span><span class="none">${t("not_observed")}</span>`)); continue; }
     row.drawn = columns.map((_, i) => i).filter((i) => row.values[i] !== null && row.values[i] !== undefined);
     const cells = row.drawn.map((i) => `<rect x="${i}" width="1" height="1"/>`).join("");
     const line = element("div", { class: "lane" },

@@ -41,9 +41,9 @@ document.addEventListener("click", (event) => {
 function makeTable(columns, rows) {
   const head = columns.map(({ label, form }) =>
     `<th scope="col"${form ? ' class="num"' : ""}><button type="button">${label}</button></th>`);
-  const cell = (value, { form, html }) => {
+  const cell = (value, { form, html, absent }) => {
     if (!form) return `<td>${html ? html(value) : esc(value ?? "—")}</td>`;
-    return `<td class="num" data-v="${value ?? ""}">${esc(shown(value, form))}</td>`;
+    return `<td class="num" data-v="${value ?? ""}">${absent && value === null ? absent : esc(shown(value, form))}</td>`;
   };
   const body = rows.map((row) => `<tr>${row.map((value, i) => cell(value, columns[i])).join("")}</tr>`);
   return element("table", { class: "sortable" },
