@@ -59,6 +59,20 @@ def function(name: str, isa: str) -> Any:
     return getattr(_library(), f"glm5q_{name}_{isa}")
 
 
+def library_file() -> Path:
+    """Returns the compiled library, compiling it if need be. Raises CannotBuild."""
+    return Path(_library()._name)
+
+
+def compiler_version() -> str | None:
+    """Returns the C++ compiler's first line about itself; None where there is none."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        return None
+    told = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+    return told.stdout.splitlines()[0]
+
+
 def cache_folder() -> Path:
     """Returns where compiled libraries are kept: glm5q in the user's cache folder."""
     root = os.environ.get("XDG_CACHE_HOME")

@@ -73,7 +73,8 @@ class Implementation:
     """One way to run an op, named by string so that the table is readable without it.
 
     `entry` and `prepare` are "module:function"; `entry` takes the reference's arguments. `prepare`
-    turns an op's weights into what `entry` wants, once. `available` is "module:function" with an
+    turns an op's weights into what `entry` wants, once. `allows` takes an OpRequest and returns
+    None or why not, for what `limits` cannot say. `available` is "module:function" with an
     argument after a second colon if it has one; it returns None or why this machine cannot run it.
     """
 
@@ -84,6 +85,7 @@ class Implementation:
     features: frozenset[str]
     limits: Mapping[str, Limit] = field(default_factory=dict)
     prepare: str | None = None
+    allows: str | None = None
     available: str | None = None
 
     def refuse(self, request: OpRequest, kind: str) -> str | None:
@@ -97,6 +99,8 @@ class Implementation:
         for name, limit in self.limits.items():
             if name in request.shape and (why := limit.refuse(name, request.shape[name])):
                 return why
+        if self.allows is not None and (why := resolve(self.allows)(request)):
+            return str(why)
         return self.unavailable()
 
     def unavailable(self) -> str | None:

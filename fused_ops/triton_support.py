@@ -11,9 +11,6 @@ import os
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
-
-from fused_ops.paging import spans
 
 
 def unavailable() -> str | None:
@@ -38,21 +35,18 @@ def power_of_two(x: int, least: int = 16) -> int:
     return max(least, 1 << (x - 1).bit_length() if x > 1 else 1)
 
 
-def block_table(
-    offsets: Tensor, key_offsets: Tensor | None, tokens: int, device: torch.device
-) -> Tensor:
-    """Returns int32 [blocks, 6], blocks of at most `tokens` queries of one sequence.
+def processors(device: torch.device) -> int:
+    """Returns the multiprocessors of a GPU; 4 under the interpreter, so that tests split work."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
-    Columns: sequence, row of its first key, its keys, the block's first token, the keys that token
-    sees, the token after the block's last.
-    """
-    queries = spans(offsets)
-    keys = queries if key_offsets is None else spans(key_offsets)
-    rows = []
-    for sequence, ((start, end), (first, last)) in enumerate(zip(queries, keys, strict=True)):
-        past = last - first - (end - start)
-        for token in range(start, end, tokens):
-            sees, after = past + token - start + 1, min(token + tokens, end)
-            rows.append((sequence, first, last - first, token, sees, after))
-    table = torch.tensor(rows, dtype=torch.int32).reshape(-1, 6)
-    return table.to(device)
+
+def capability(device: torch.device) -> int:
+    """Returns a GPU's major compute capability; 9, the largest tiles, under the interpreter."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+
+
+def native_fp8(device: torch.device) -> bool:
+    """Whether the GPU multiplies float8 (sm_89 on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -15,7 +15,8 @@ class Stage:
 
     `artefacts` are paths within the output folder. `usage` is on-chip memory or registers by name,
     in bytes unless the name says otherwise. `error` is None where the stage passed, else the
-    compiler's own line. `proves` says in words what a pass shows, and what it does not.
+    compiler's own line. `deviation` is the largest relative error of a stage that computes, None of
+    others. `proves` says in words what a pass shows, and what it does not.
     """
 
     op: str
@@ -26,3 +27,4 @@ class Stage:
     artefacts: tuple[str, ...] = ()
     usage: Mapping[str, int] = field(default_factory=dict)
     proves: str = ""
+    deviation: float | None = None

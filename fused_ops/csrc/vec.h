@@ -90,8 +90,16 @@ static inline float bf16_value(uint16_t bits) {
 static inline uint16_t bf16_bits(float x) {  // nearest, ties to even; NaN stays NaN
   uint32_t bits;
   memcpy(&bits, &x, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+// Writes floats as BF16, or as they are.
+static inline void narrow(void* to, const float* from, int64_t count, int dtype) {
+  if (dtype == BF16)
+    for (int64_t i = 0; i < count; i++) ((uint16_t*)to)[i] = bf16_bits(from[i]);
+  else
+    memcpy(to, from, (size_t)count * 4);
 }
 
 // e4m3: sign, 4 bits of exponent with bias 7, 3 of mantissa; S.1111.111 is NaN, no infinity.

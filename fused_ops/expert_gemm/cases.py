@@ -43,6 +43,7 @@ class Spec:
         found = {"ragged"} if len(set(self.rows)) > 1 else set()
         found |= {"empty"} if 0 in self.rows else set()
         found |= {"noncontiguous"} if self.noncontiguous else set()
+        found |= {"float32_out"} if self.float32_out else set()
         return frozenset(found)
 
     def request(self, op: str) -> OpRequest:
@@ -69,6 +70,9 @@ def specs() -> list[Spec]:
             Spec(dtype, (4, 3), 512, 34, group=32, extreme=True, float32_out=True),
             Spec(dtype, (9,), 6144, 32, group=0, extreme=True, float32_out=True),
             Spec(dtype, (0, 0), 256, 32),
+            Spec(dtype, (5, 0, 17, 1, 0), 512, 56, group=256),
+            Spec(dtype, (3, 9), 768, 40, group=0, noncontiguous=True),
+            Spec(dtype, (9, 2), 6144, 32, group=0, extreme=True),
         ]
     for dtype in ("f32", "bf16"):
         found += [

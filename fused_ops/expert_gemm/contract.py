@@ -18,6 +18,8 @@ expert_swiglu: the same product with out = 2 x inner, rows 0 .. inner - 1 of `we
 the rest up (transformers' gate_up_proj); returns silu(gate) x up as int8 or fp8 codes of x's dtype
 with one float32 scale a row.
 
+The feature "float32_out" of a request says that a product of codes is wanted in float32.
+
 dtype names: "int4+int8" is four-bit weights and int8 activations; "bf16" is no quantization.
 `group` in a shape is the columns a scale covers, 0 for the whole row (per channel).
 """
@@ -26,12 +28,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fused_ops import npu_limits
 from fused_ops.op import Cost, Implementation, Limit, Op
 
 WEIGHT_BITS = {"f32": 32, "bf16": 16, "int4+int8": 4, "int4+fp8": 4, "int8+int8": 8, "int8+fp8": 8}
 QUANTIZED = frozenset({"int4+int8", "int4+fp8", "int8+int8", "int8+fp8"})
 COMPILED = frozenset({"int4+int8", "int8+int8"})
-FEATURES = frozenset({"ragged", "empty", "noncontiguous"})
+ROUTED = frozenset({"ragged", "empty", "noncontiguous"})
+FEATURES = ROUTED | {"float32_out"}
 LIMITS = {"in": Limit(1, 65536), "out": Limit(1), "experts": Limit(1)}
 
 
@@ -81,6 +85,33 @@ def _compiled(function: str, isa: str) -> Implementation:
     )
 
 
+def _fused(name: str, dtype: str, limits: dict[str, Limit]) -> Implementation:
+    return Implementation(
+        name=name,
+        entry="fused_ops.expert_gemm.torch_npu:expert_gemm",
+        kinds=frozenset({"ascend"}),
+        dtypes=frozenset({dtype}),
+        features=ROUTED,
+        limits={"experts": npu_limits.EXPERTS} | limits,
+        prepare="fused_ops.expert_gemm.torch_npu:prepare",
+        allows="fused_ops.npu_limits:int4_group",
+        available="fused_ops.npu_support:unavailable:npu_grouped_matmul",
+    )
+
+
+def _triton(function: str) -> Implementation:
+    return Implementation(
+        name="triton",
+        entry=f"fused_ops.expert_gemm.triton_launch:{function}",
+        kinds=frozenset({"cuda"}),
+        dtypes=QUANTIZED,
+        features=FEATURES,
+        limits={"group": Limit(0, multiple=64)},  # a half is a dot's 32 columns at least
+        prepare="fused_ops.expert_gemm.triton_launch:prepare",
+        available="fused_ops.triton_support:unavailable",
+    )
+
+
 def _eager(function: str, dtypes: frozenset[str]) -> Implementation:
     return Implementation(
         name="eager",
@@ -106,16 +137,27 @@ OP = Op(
         "f32": 4.0, "bf16": 1.5, **dict.fromkeys(sorted(QUANTIZED), 1.5)
     },
     implementations=(
+        _fused(
+            "torch_npu",
+            "int4+int8",
+            {"in": npu_limits.INT4_COLUMNS, "out": npu_limits.INT4_OUT},
+        ),
+        _fused(
+            "torch_npu-int8",
+            "int8+int8",
+            {"in": npu_limits.INNER, "out": npu_limits.INNER, "group": Limit(0, 0)},
+        ),
         *(_compiled("expert_gemm", isa) for isa in ISAS),
+        _triton("expert_gemm"),
         Implementation(
-            name="triton",
-            entry="fused_ops.expert_gemm.triton_launch:expert_gemm",
-            kinds=frozenset({"cuda"}),
+            name="triton-ascend",
+            entry="fused_ops.expert_gemm.triton_ascend:expert_gemm",
+            kinds=frozenset({"ascend"}),
             dtypes=COMPILED,
             features=FEATURES,
-            limits={"group": Limit(0, multiple=64)},  # a half is a dot's 32 columns at least
-            prepare="fused_ops.expert_gemm.triton_launch:prepare",
-            available="fused_ops.triton_support:unavailable",
+            limits={"group": Limit(0, multiple=32)},
+            prepare="fused_ops.expert_gemm.triton_ascend:prepare",
+            available="fused_ops.triton_ascend:unavailable",
         ),
         _eager("expert_gemm", frozenset(WEIGHT_BITS)),
     ),
@@ -128,10 +170,11 @@ SWIGLU = Op(
     cost="fused_ops.expert_gemm.contract:swiglu_cost",
     cases="fused_ops.expert_gemm.swiglu_cases",
     limits=LIMITS | {"out": Limit(2, multiple=2)},
-    features=FEATURES,
+    features=ROUTED,
     error_multiple=dict.fromkeys(sorted(QUANTIZED), 1.5),
     implementations=(
         *(_compiled("expert_swiglu", isa) for isa in ISAS),
+        _triton("expert_swiglu"),
         _eager("expert_swiglu", QUANTIZED),
     ),
 )

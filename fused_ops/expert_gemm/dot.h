@@ -24,38 +24,33 @@ static inline int32_t four_bytes(const int8_t* x) {
 template <int BITS>
 struct Tile {
   typedef int8_t X;
-  static constexpr int ROWS = 6, PANELS = 2;
+  static constexpr int ROWS = 8, PANELS = 2;
 };
 
 // vpdpbusd: four unsigned x signed bytes a lane added to int32, no saturation.
 template <int BITS, int ROWS, int PANELS>
 static inline void group_dot(const int8_t* x, int64_t stride, const uint8_t* w, int64_t panel_bytes,
                              int64_t length, vi (*sums)[PANELS]) {
+  constexpr int HALVES = BITS == 4 ? 2 : 1;
   const __m512i low = _mm512_set1_epi8(15);
   __m512i total[ROWS][PANELS];
   for (int r = 0; r < ROWS; r++)
     for (int c = 0; c < PANELS; c++) total[r][c] = (__m512i)sums[r][c];
-  for (int64_t i = 0; i < length; i += BITS == 4 ? 8 : 4, w += 64) {
-    __m512i even[PANELS], odd[PANELS];
-    for (int c = 0; c < PANELS; c++) {
-      even[c] = _mm512_loadu_si512(w + c * panel_bytes);
-      if (BITS == 4) {
-        odd[c] = _mm512_and_si512(_mm512_srli_epi16(even[c], 4), low);
-        even[c] = _mm512_and_si512(even[c], low);
+  for (int64_t i = 0; i < length; i += 4 * HALVES, w += 64)
+#pragma GCC unroll 2
+    for (int half = 0; half < HALVES; half++) {
+      __m512i codes[PANELS];
+      for (int c = 0; c < PANELS; c++) {
+        codes[c] = _mm512_loadu_si512(w + c * panel_bytes);
+        if (half) codes[c] = _mm512_srli_epi16(codes[c], 4);
+        if (BITS == 4) codes[c] = _mm512_and_si512(codes[c], low);
       }
-    }
-    for (int r = 0; r < ROWS; r++) {
-      const int8_t* from = x + r * stride + i;
-      __m512i first = _mm512_set1_epi32(four_bytes(from));
-      for (int c = 0; c < PANELS; c++)
-        total[r][c] = _mm512_dpbusd_epi32(total[r][c], even[c], first);
-      if (BITS == 4) {
-        __m512i second = _mm512_set1_epi32(four_bytes(from + 4));
+      for (int r = 0; r < ROWS; r++) {
+        __m512i four = _mm512_set1_epi32(four_bytes(x + r * stride + i + 4 * half));
         for (int c = 0; c < PANELS; c++)
-          total[r][c] = _mm512_dpbusd_epi32(total[r][c], odd[c], second);
+          total[r][c] = _mm512_dpbusd_epi32(total[r][c], codes[c], four);
       }
     }
-  }
   for (int r = 0; r < ROWS; r++)
     for (int c = 0; c < PANELS; c++) sums[r][c] = (vi)total[r][c];
 }

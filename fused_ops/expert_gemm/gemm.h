@@ -18,29 +18,31 @@ constexpr int TASK_BYTES = 48 * 6144;  // of x: stays in a core's L2 while the w
 template <int BITS>
 struct Product {                      // rows of one expert's x, padded with zeros to `columns`
   const typename Tile<BITS>::X* x;    // [rows, columns]
-  const int32_t* x_sums;              // [rows, groups]
+  const int32_t* start;               // [rows, groups]: -offset of the codes x the sum of x
   const float* x_scale;
   const uint8_t* weight;
   const float* scale;                 // [panels, groups, PANEL]
   int64_t rows, columns, groups, group, panels, out_features, panel_bytes;
 };
 
+// A function of its own: inlined, GCC 12 keeps the sums on the stack (256 rows: 20 ms, not 16).
 template <int BITS, int ROWS, int PANELS>
-static inline void product_tile(const Product<BITS>& p, int64_t row, int64_t panel, vf (*result)[PANELS]) {
+__attribute__((noinline)) static void product_tile(const Product<BITS>& p, int64_t row,
+                                                   int64_t panel, vf (*result)[PANELS]) {
   for (int r = 0; r < ROWS; r++)
     for (int c = 0; c < PANELS; c++) result[r][c] = vf{};
   for (int64_t g = 0; g < p.groups; g++) {
-    vi sums[ROWS][PANELS] = {};
+    vi sums[ROWS][PANELS];
+    for (int r = 0; r < ROWS; r++)
+      for (int c = 0; c < PANELS; c++) sums[r][c] = p.start[(row + r) * p.groups + g] - vi{};
     const auto* x = p.x + row * p.columns + g * p.group;
     const uint8_t* w = p.weight + panel * p.panel_bytes + g * p.group * PANEL * BITS / 8;
     int64_t length = min64(p.group, p.columns - g * p.group);
     group_dot<BITS, ROWS, PANELS>(x, p.columns, w, p.panel_bytes, length, sums);
     for (int c = 0; c < PANELS; c++) {
       vf scale = load(p.scale + ((panel + c) * p.groups + g) * PANEL);
-      for (int r = 0; r < ROWS; r++) {
-        int32_t offset = p.x_sums[(row + r) * p.groups + g] * (BITS == 4 ? 8 : 128);
-        result[r][c] += __builtin_convertvector(sums[r][c] - offset, vf) * scale;
-      }
+      for (int r = 0; r < ROWS; r++)
+        result[r][c] += __builtin_convertvector(sums[r][c], vf) * scale;
     }
   }
 }
@@ -72,17 +74,17 @@ static void product_rows(const Product<BITS>& p, int64_t row, int64_t high, int6
   if constexpr (ROWS > 1) product_rows<BITS, ROWS - 1, PANELS>(p, row, high, panel, out, dtype);
 }
 
-// Copies x, padded by zeros to whole steps, and sums each group of it.
+// Copies x, padded by zeros to whole steps, and says where each group's sum starts.
 template <typename X>
 static void pad_row(const GemmArgs& a, int64_t row, int64_t columns, int64_t groups, X* x,
-                    int32_t* sums) {
+                    int32_t* starts) {
   const int8_t* from = a.x + row * a.x_stride;
   for (int64_t i = 0; i < columns; i++) x[row * columns + i] = i < a.columns ? from[i] : 0;
   for (int64_t g = 0; g < groups; g++) {
     int32_t sum = 0;
     int64_t end = min64((g + 1) * a.group, a.columns);
     for (int64_t i = g * a.group; i < end; i++) sum += from[i];
-    sums[row * groups + g] = sum;
+    starts[row * groups + g] = -sum * (a.bits == 4 ? 8 : 128);
   }
 }
 
@@ -96,15 +98,15 @@ static int product_experts(const GemmArgs& a) {
   int64_t element = a.out_dtype == BF16 ? 2 : 4;
   int64_t task_rows = round_up(TASK_BYTES / (columns * (int64_t)sizeof(X)) + 1, ROWS);
   X* x = (X*)aligned(a.rows * columns * (int64_t)sizeof(X));
-  int32_t* sums = (int32_t*)aligned(a.rows * groups * 4);
-  int failed = !x || !sums;
+  int32_t* starts = (int32_t*)aligned(a.rows * groups * 4);
+  int failed = !x || !starts;
 #pragma omp parallel num_threads((int)a.threads) if (!failed)
   if (!failed) {
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < a.rows; row++) pad_row(a, row, columns, groups, x, sums);
+    for (int64_t row = 0; row < a.rows; row++) pad_row(a, row, columns, groups, x, starts);
     for (int64_t expert = 0; expert < a.experts; expert++) {
       int64_t start = a.offsets[expert], rows = a.offsets[expert + 1] - start;
-      Product<BITS> p = {x + start * columns, sums + start * groups,
+      Product<BITS> p = {x + start * columns, starts + start * groups,
                          a.x_scale ? a.x_scale + start : nullptr,
                          a.weight + expert * panels * panel_bytes,
                          a.scale + expert * panels * groups * PANEL,
@@ -122,7 +124,7 @@ static int product_experts(const GemmArgs& a) {
       }
     }
   }
-  free(x), free(sums);
+  free(x), free(starts);
   return failed;
 }
 

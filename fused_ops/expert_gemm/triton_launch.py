@@ -4,77 +4,86 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from fused_ops.expert_gemm.reference import weight_codes
-from fused_ops.expert_gemm.triton_kernel import multiply
-from fused_ops.paging import spans
+from fused_ops.expert_gemm.halved import Halved, halve
+from fused_ops.expert_gemm.triton_kernel import list_tiles, multiply, requantize
+from fused_ops.triton_support import capability, interpreted, power_of_two
+from glm5q.quant import FP8, FP8_MAX
 
-FEATURES = 64  # a program's output features
+FEATURES = 128  # a program's output features
+CHUNK = 1024  # features a requantization looks at
 WIDTH = 128  # columns a step where one scale covers the whole row
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """`codes` int8 [experts, groups, width / 2 or width, out]; `scale` float32 [experts, n, out].
-
-    n is groups, or 1 where one scale covers the row and `groups` are only steps.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    columns: int
-    width: int
-    bits: int
-
-
-def prepare(weight: Tensor, weight_scale: Tensor, columns: int) -> Prepared:
+def prepare(weight: Tensor, weight_scale: Tensor, columns: int) -> Halved:
     """Reorders weights once; arguments as of cpu.prepare."""
-    bits, groups = (4 if weight.dtype == torch.int32 else 8), weight_scale.shape[2]
-    width = columns // groups if groups > 1 else WIDTH
-    codes = weight_codes(weight, columns)
-    codes = torch.nn.functional.pad(codes, (0, -columns % width)).unflatten(2, (-1, width))
-    codes = codes.permute(0, 2, 3, 1)  # [experts, groups, width, out]
-    if bits == 4:
-        low, high = codes.chunk(2, 2)
-        codes = (low & 15) | (high << 4)
-    scale = weight_scale.float().transpose(1, 2).contiguous()
-    return Prepared(codes.contiguous(), scale, columns, width, bits)
+    return halve(weight, weight_scale, columns, WIDTH)
 
 
 def expert_gemm(
     x: Tensor,
-    weight: Tensor | Prepared,
+    weight: Tensor | Halved,
     offsets: Tensor,
     *,
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As reference.expert_gemm for int8 x; `weight` may be Prepared."""
-    if not isinstance(weight, Prepared):
+    """As reference.expert_gemm for codes; `weight` may be prepared. fp8 goes through bfloat16."""
+    if not isinstance(weight, Halved):
         weight = prepare(weight, weight_scale, x.shape[1])
+    x = x if x.dtype == torch.int8 else x.to(torch.bfloat16)
     x = x if x.stride(1) == 1 else x.contiguous()
-    _, groups, _, features = weight.codes.shape
+    experts, groups, features, _ = weight.codes.shape
     out = torch.empty((x.shape[0], features), dtype=out_dtype or torch.bfloat16, device=x.device)
-    mean = max(1, x.shape[0] // max(1, len(offsets) - 1))
-    rows = min(64, max(16, triton.next_power_of_2(mean)))
-    tiles = [
-        (expert, low, end)
-        for expert, (start, end) in enumerate(spans(offsets))
-        for low in range(start, end, rows)
-    ]
-    if not tiles:
+    if x.shape[0] == 0:
         return out
-    table = torch.tensor(tiles, dtype=torch.int32, device=x.device)
-    multiply[(len(tiles), triton.cdiv(features, FEATURES))](
+    rows = min(128, power_of_two(triton.cdiv(2 * x.shape[0], experts)))  # twice an even share
+    most = min(x.shape[0], x.shape[0] // rows + experts)
+    table = torch.full((most, 3), -1, dtype=torch.int32, device=x.device)
+    list_tiles[(1,)](
+        offsets.to(x.device), table, experts, E=power_of_two(experts, 1), ROWS=rows, num_warps=4
+    )
+    multiply[(most, triton.cdiv(features, FEATURES))](
         x, weight.codes, weight.scale, weight.scale if x_scale is None else x_scale.float(),
         table, out, x.stride(0), weight.columns, features,
         GROUPS=groups, WIDTH=weight.width, BITS=weight.bits, CHANNEL=weight.scale.shape[1] == 1,
-        HAS_X_SCALE=x_scale is not None, ROWS=rows, N=FEATURES, num_warps=4, num_stages=3,
+        EVEN=weight.columns == groups * weight.width, HAS_X_SCALE=x_scale is not None,
+        ROWS=rows, N=FEATURES, SUM=tl.int32 if x.dtype == torch.int8 else tl.float32,
+        WIDEN=interpreted(), CUDA=not interpreted(),
+        num_warps=8 if rows == 128 else 4, num_stages=4 if capability(x.device) == 9 else 2,
     )  # fmt: skip
     return out
+
+
+def expert_swiglu(
+    x: Tensor,
+    weight: Tensor | Halved,
+    offsets: Tensor,
+    *,
+    x_scale: Tensor,
+    weight_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As reference.expert_swiglu: both products in float32, then one pass a row for the rest.
+
+    A row's scale needs all its features, which no one program of the product has.
+    """
+    both = expert_gemm(
+        x, weight, offsets, x_scale=x_scale, weight_scale=weight_scale, out_dtype=torch.float32
+    )
+    rows, inner = both.shape[0], both.shape[1] // 2
+    whole = x.dtype == torch.int8
+    codes = torch.empty(
+        (rows, inner), dtype=torch.int8 if whole else torch.float32, device=x.device
+    )
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        requantize[(rows,)](
+            both, codes, scale, inner, REACH=127.0 if whole else FP8_MAX, ROUND=whole, N=CHUNK,
+            num_warps=4,
+        )  # fmt: skip
+    return codes if whole else codes.to(FP8), scale

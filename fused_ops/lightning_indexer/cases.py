@@ -104,6 +104,7 @@ def _case(spec: Spec) -> Case:
         "dim": spec.dim,
         "topk": spec.topk,
     }
+    shape |= {"page": spec.page} if spec.page else {}
     return Case(
         name=spec.name,
         request=OpRequest("lightning_indexer", spec.dtype, shape, spec.features),

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fused_ops.op import Cost, Implementation, Limit, Op
+from fused_ops.npu_limits import INDEX_DIM, INDEX_HEADS, PAGE, QUANT_INDEX_COUNT
+from fused_ops.op import Cost, Implementation, Limit, Op, OpRequest
 
 ELEMENT_BYTES = {"f32": 4, "bf16": 2, "fp8": 1, "int8": 1}
 SCALE_BYTES = {"f32": 0, "bf16": 0, "fp8": 4, "int8": 4}
@@ -57,6 +58,15 @@ def topk_cost(shape: Mapping[str, int], dtype: str) -> Cost:
     )
 
 
+def unpadded(request: OpRequest) -> str | None:
+    """Returns why vectors of `request` would be padded, or None.
+
+    On Ascend a gather reads the columns that its mask leaves out too, past the end of the cache.
+    """
+    dim = request.shape["dim"]
+    return f"dim {dim} is no power of two from 16 on" if dim < 16 or dim & (dim - 1) else None
+
+
 def _compiled(isa: str) -> Implementation:
     return Implementation(
         name=f"cpp-{isa}",
@@ -79,6 +89,24 @@ def _compiled_topk(isa: str) -> Implementation:
     )
 
 
+def _fused(name: str, dtype: str, op: str, topk: Limit) -> Implementation:
+    return Implementation(
+        name=name,
+        entry="fused_ops.lightning_indexer.torch_npu:lightning_indexer",
+        kinds=frozenset({"ascend"}),
+        dtypes=frozenset({dtype}),
+        features=FEATURES,
+        limits={
+            "heads": INDEX_HEADS,
+            "dim": INDEX_DIM,
+            "topk": topk,
+            "page": PAGE,
+        },
+        allows="fused_ops.npu_limits:lightning_indexer",
+        available=f"fused_ops.npu_support:unavailable:{op}",
+    )
+
+
 OP = Op(
     name="lightning_indexer",
     summary="the top-k past tokens a query attends",
@@ -90,6 +118,8 @@ OP = Op(
     # Against torch's bfloat16 product, whose rounded logits are the error; ours sum in float32.
     error_multiple={"f32": 4.0, "bf16": 1.0, "fp8": 1.0, "int8": 1.0},
     implementations=(
+        _fused("torch_npu", "bf16", "npu_lightning_indexer", Limit(1)),
+        _fused("torch_npu-int8", "int8", "npu_quant_lightning_indexer", QUANT_INDEX_COUNT),
         *(_compiled(isa) for isa in ("avx512", "avx2", "portable")),
         Implementation(
             name="triton",
@@ -98,6 +128,16 @@ OP = Op(
             dtypes=DTYPES,
             features=FEATURES,
             available="fused_ops.triton_support:unavailable",
+        ),
+        Implementation(
+            name="triton-ascend",
+            entry="fused_ops.lightning_indexer.triton_ascend:lightning_indexer",
+            kinds=frozenset({"ascend"}),
+            dtypes=frozenset({"bf16", "int8"}),
+            features=FEATURES,
+            limits={"dim": Limit(1, 128)},  # what UB was seen to hold
+            allows="fused_ops.lightning_indexer.contract:unpadded",
+            available="fused_ops.triton_ascend:unavailable",
         ),
         Implementation(
             name="eager",
@@ -127,6 +167,14 @@ TOPK = Op(
             dtypes=frozenset({"f32"}),
             features=frozenset({"noncontiguous"}),
             available="fused_ops.triton_support:unavailable",
+        ),
+        Implementation(
+            name="triton-ascend",
+            entry="fused_ops.lightning_indexer.triton_ascend:select_topk",
+            kinds=frozenset({"ascend"}),
+            dtypes=frozenset({"f32"}),
+            features=frozenset({"noncontiguous"}),
+            available="fused_ops.triton_ascend:unavailable",
         ),
         Implementation(
             name="eager",

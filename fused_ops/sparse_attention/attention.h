@@ -40,10 +40,7 @@ static inline void soften(const Room& m, int64_t head, int64_t count, float scal
 }
 
 static void attend_block(const Room& m, int64_t count, float scale) {
-  int64_t padded = round_up(count, ROWS_AT_ONCE);
-  for (int64_t h = 0; h < m.heads; h += HEADS_AT_ONCE)
-    for (int64_t r = 0; r < padded; r += ROWS_AT_ONCE)
-      logit_tile(m.query + h * m.dim, m.rows + r * m.dim, m.dim, m.weights + h * BLOCK + r);
+  set_logits(m, count);
   for (int64_t h = 0; h < m.heads; h++) soften(m, h, count, scale);
   add_values(m, count);
 }
@@ -78,8 +75,9 @@ static void attend(const AttentionArgs& a, const Room& m, int64_t sequence, int6
   }
 }
 
-// Writes one head from `parts` unnormalised results that lie `stride` floats apart.
-static void finish(const AttentionArgs& a, int64_t token, int64_t head, const float* out,
+// Writes one head from `parts` unnormalised results, summed into the first of them; their tops and
+// sums lie `stride` apart.
+static void finish(const AttentionArgs& a, int64_t token, int64_t head, float* out,
                    const float* top, const float* sum, int64_t parts, int64_t stride,
                    int64_t part_stride) {
   float best = -__builtin_inff(), total = 0;
@@ -88,16 +86,14 @@ static void finish(const AttentionArgs& a, int64_t token, int64_t head, const fl
   for (int64_t p = 0; p < parts && any; p++)
     total += sum[p * stride] * __builtin_expf(top[p * stride] - best);
   a.lse[token * a.heads + head] = any ? best + __builtin_logf(total) : -__builtin_inff();
-  char* to = a.out + (token * a.heads + head) * a.value_dim * (a.query_dtype == BF16 ? 2 : 4);
-  for (int64_t d = 0; d < a.value_dim; d++) {
-    float x = 0;
-    for (int64_t p = 0; p < parts && any; p++)
-      x += out[p * part_stride + d] * (__builtin_expf(top[p * stride] - best) / total);
-    if (a.query_dtype == BF16)
-      ((uint16_t*)to)[d] = bf16_bits(x);
-    else
-      ((float*)to)[d] = x;
+  for (int64_t p = 0; p < parts && any; p++) {  // with none, `out` is zeros
+    float weight = __builtin_expf(top[p * stride] - best) / total;
+    const float* part = out + p * part_stride;
+    for (int64_t d = 0; d < a.value_dim; d++) out[d] = part[d] * weight + (p ? out[d] : 0.0f);
   }
+  int64_t element = a.query_dtype == BF16 ? 2 : 4;
+  narrow(a.out + (token * a.heads + head) * a.value_dim * element, out, a.value_dim,
+         (int)a.query_dtype);
 }
 
 }  // namespace

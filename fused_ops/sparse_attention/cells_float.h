@@ -23,6 +23,14 @@ static inline void logit_tile(const float* query, const float* rows, int64_t dim
     for (int r = 0; r < ROWS_AT_ONCE; r++) logits[h * BLOCK + r] = lane_sum(sums[h][r]);
 }
 
+static void set_logits(const Room& m, int64_t count) {
+  for (int64_t h = 0; h < m.heads; h += HEADS_AT_ONCE)
+    for (int64_t r = 0; r < count; r += ROWS_AT_ONCE)
+      logit_tile(m.query + h * m.dim, m.rows + r * m.dim, m.dim, m.weights + h * BLOCK + r);
+}
+
+constexpr int VECTORS_AT_ONCE = ROWS_AT_ONCE;
+
 // out[head][vector] += sum over `count` rows of weight x row, N vectors of LANES features.
 template <int N>
 static inline void value_tile(const float* weights, const float* rows, int64_t dim, int64_t count,

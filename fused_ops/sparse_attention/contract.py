@@ -12,7 +12,8 @@
 
 One key head serves every query head; its first `value_dim` features are the value. Softmax and sums
 in float32; out in the query's dtype with float32 log-sum-exp. Nothing selected: zeros and -inf. An
-index may come twice and then counts twice; causality is the indexer's.
+index may come twice and then counts twice; causality is the indexer's. The feature "lse" of a
+request says that the log-sum-exp is read; without it an implementation may return None there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from fused_ops.op import Cost, Implementation, Limit, Op
+from fused_ops import npu_limits
+from fused_ops.op import Cost, Implementation, Limit, Op, OpRequest
 
 KvFormat = Literal["plain", "fp8_656", "int8_656"]
 
@@ -32,7 +34,7 @@ KV_FORMATS: dict[str, KvFormat] = {
     "fp8": "fp8_656",
     "int8": "int8_656",
 }
-FEATURES = frozenset({"ragged", "paged", "decode", "noncontiguous"})
+FEATURES = frozenset({"ragged", "paged", "decode", "noncontiguous", "lse"})
 LIMITS = {"heads": Limit(1, 128), "dim": Limit(1, 1024), "value_dim": Limit(1, 1024)}
 
 
@@ -57,6 +59,18 @@ def cost(shape: Mapping[str, int], dtype: str) -> Cost:
     )
 
 
+def unpadded(request: OpRequest) -> str | None:
+    """Returns why rows of `request` would be padded, or None.
+
+    On Ascend a gather reads the columns that its mask leaves out too, past the end of the cache.
+    """
+    value, rest = request.shape["value_dim"], request.shape["dim"] - request.shape["value_dim"]
+    for name, size in (("value_dim", value), ("dim - value_dim", rest)):
+        if size and (size < 16 or size & (size - 1)):
+            return f"{name} {size} is no power of two from 16 on"
+    return None
+
+
 def _compiled(isa: str, dtypes: frozenset[str]) -> Implementation:
     return Implementation(
         name=f"cpp-{isa}",
@@ -65,6 +79,23 @@ def _compiled(isa: str, dtypes: frozenset[str]) -> Implementation:
         dtypes=dtypes,
         features=FEATURES,
         available=f"fused_ops.build:unavailable:{isa}",
+    )
+
+
+def _fused(name: str, dtype: str, op: str, features: frozenset[str]) -> Implementation:
+    return Implementation(
+        name=name,
+        entry="fused_ops.sparse_attention.torch_npu:sparse_attention",
+        kinds=frozenset({"ascend"}),
+        dtypes=frozenset({dtype}),
+        features=features,
+        limits={
+            "dim": npu_limits.QUERY_DIM,
+            "value_dim": npu_limits.VALUE_DIM,
+            "page": npu_limits.PAGE,
+        },
+        allows="fused_ops.npu_limits:sparse_attention",
+        available=f"fused_ops.npu_support:unavailable:{op}",
     )
 
 
@@ -79,15 +110,27 @@ OP = Op(
     # Against torch in the query's dtype (bfloat16 products and softmax weights, float32 sums).
     error_multiple={"f32": 4.0, "bf16": 1.5, "fp8": 1.5, "int8": 1.5},
     implementations=(
+        _fused("torch_npu", "bf16", "npu_sparse_flash_attention", FEATURES),
+        _fused("torch_npu-int8", "int8", "npu_kv_quant_sparse_flash_attention", FEATURES - {"lse"}),
         _compiled("avx512bf16", frozenset({"bf16", "fp8", "int8"})),  # rounds rows to bfloat16
         *(_compiled(isa, frozenset(KV_FORMATS)) for isa in ("avx512", "avx2", "portable")),
         Implementation(
             name="triton",
             entry="fused_ops.sparse_attention.triton_launch:sparse_attention",
             kinds=frozenset({"cuda"}),
-            dtypes=frozenset({"f32", "bf16"}),
+            dtypes=frozenset(KV_FORMATS),
             features=FEATURES,
             available="fused_ops.triton_support:unavailable",
+        ),
+        Implementation(
+            name="triton-ascend",
+            entry="fused_ops.sparse_attention.triton_ascend:sparse_attention",
+            kinds=frozenset({"ascend"}),
+            dtypes=frozenset({"bf16"}),  # its frontend takes no pointer casts: no rows of bytes
+            features=FEATURES,
+            limits={"dim": Limit(1, 576), "value_dim": Limit(1, 512)},  # what UB was seen to hold
+            allows="fused_ops.sparse_attention.contract:unpadded",
+            available="fused_ops.triton_ascend:unavailable",
         ),
         Implementation(
             name="eager",

@@ -74,10 +74,12 @@ def unpack_rows(rows: Tensor, kv_format: KvFormat) -> Tensor:
         else tail.split([rope_bytes, scale_bytes], -1)
     )
     scale, rope = (first, second) if kv_format == "fp8_656" else (second, first)
+    # cloned: one row alone counts as contiguous and keeps a stride that no wider type can have
+    scale, rope = (x.clone(memory_format=torch.contiguous_format) for x in (scale, rope))
     dtype = torch.float8_e4m3fn if kv_format == "fp8_656" else torch.int8
     values = codes.view(dtype).float().unflatten(-1, (-1, TILE))
-    values = (values * scale.contiguous().view(torch.float32).unsqueeze(-1)).flatten(-2)
-    return torch.cat([values, rope.contiguous().view(torch.bfloat16).float()], -1)
+    values = (values * scale.view(torch.float32).unsqueeze(-1)).flatten(-2)
+    return torch.cat([values, rope.view(torch.bfloat16).float()], -1)
 
 
 def pack_rows(latent: Tensor, kv_format: KvFormat) -> Tensor:

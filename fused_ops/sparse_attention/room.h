@@ -7,14 +7,13 @@ namespace {
 
 #if defined(GLM5Q_BF16)
 typedef uint16_t Cell;  // bfloat16
+constexpr int HEADS_AT_ONCE = 8, ROWS_AT_ONCE = LANES;
 #else
 typedef float Cell;
+constexpr int HEADS_AT_ONCE = 4, ROWS_AT_ONCE = REGISTERS == 32 ? 6 : 3;  // accumulators: 24 or 12
 #endif
 
-constexpr int HEADS_AT_ONCE = 4;
-constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 6 : 3;  // accumulators: 24 or 12
-constexpr int VECTORS_AT_ONCE = ROWS_AT_ONCE;
-constexpr int BLOCK = 48;         // rows gathered at a time
+constexpr int BLOCK = 96;         // rows gathered at a time
 constexpr int LATENT = 512, SCALE_TILE = 128;
 
 struct Room {
@@ -22,7 +21,7 @@ struct Room {
   float *weights, *out;           // [heads, BLOCK], [heads, value]
   float *top, *sum;               // [heads], the running maximum and sum of weights
   float* row;                     // [dim], one row as floats
-  Cell *pairs, *halves;           // bfloat16: [BLOCK / 2, value, 2], [heads, BLOCK]
+  Cell *keys, *pairs, *halves;    // bfloat16: see cells_bf16.h
   const char** selected;          // addresses of the selected rows
   int64_t heads, dim, value;      // padded
 };
@@ -37,16 +36,17 @@ static inline bool make_room(Room* m, const AttentionArgs& a) {
   m->out = (float*)aligned(m->heads * m->value * 4);
   m->top = (float*)aligned(m->heads * 4), m->sum = (float*)aligned(m->heads * 4);
   m->row = (float*)aligned(m->dim * 4);
+  m->keys = (Cell*)aligned(BLOCK * m->dim * cell);
   m->pairs = (Cell*)aligned(BLOCK * m->value * cell);
   m->halves = (Cell*)aligned(m->heads * BLOCK * cell);
   m->selected = (const char**)aligned(a.selected * 8);
-  return m->query && m->rows && m->weights && m->out && m->top && m->sum && m->row && m->pairs &&
-         m->halves && m->selected;
+  return m->query && m->rows && m->weights && m->out && m->top && m->sum && m->row && m->keys &&
+         m->pairs && m->halves && m->selected;
 }
 
 static inline void free_room(const Room& m) {
   free(m.query), free(m.rows), free(m.weights), free(m.out), free(m.top), free(m.sum);
-  free(m.row), free(m.pairs), free(m.halves), free(m.selected);
+  free(m.row), free(m.keys), free(m.pairs), free(m.halves), free(m.selected);
 }
 
 // Rows of 656 bytes: 512 codes, then 4 scales and the rotated part (fp8) or these two swapped (int8).

@@ -1,4 +1,8 @@
-"""Every implementation of every op against the op's matrix, on the device it is for."""
+"""Every implementation of every op against the op's matrix, on the device it is for.
+
+On an NVIDIA GPU: `pytest tests/fused_ops -m gpu`. On an Ascend NPU, with CANN and torch_npu:
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0 pytest tests/fused_ops/test_all_ops.py -m npu`.
+"""
 
 import ast
 from importlib.util import find_spec
@@ -7,14 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_ops import op, testkit
+from fused_ops import npu_support, op, testkit
+
+DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu"}
+
+
+def marks(implementation: op.Implementation) -> tuple[pytest.MarkDecorator, ...]:
+    if "cpu" in implementation.kinds:
+        return ()
+    return (pytest.mark.gpu if "cuda" in implementation.kinds else pytest.mark.npu,)
+
 
 IMPLEMENTATIONS = [
     pytest.param(
         name,
         implementation,
         id=f"{name}-{implementation.name}",
-        marks=() if "cpu" in implementation.kinds else pytest.mark.gpu,
+        marks=marks(implementation),
     )
     for name in op.OPS
     for implementation in op.load(name).implementations
@@ -23,9 +36,13 @@ IMPLEMENTATIONS = [
 
 def kind_here(implementation: op.Implementation) -> str:
     """The kind of target this machine can test it as, or skips, saying why."""
-    kinds = {"cpu": True, "cuda": torch.cuda.is_available(), "ascend": False}
-    for kind, present in kinds.items():
-        if kind in implementation.kinds and present:
+    present = {
+        "cpu": lambda: True,
+        "cuda": torch.cuda.is_available,
+        "ascend": lambda: npu_support.no_npu() is None,
+    }
+    for kind, here in present.items():
+        if kind in implementation.kinds and here():
             return kind
     pytest.skip(f"not run: needs {', '.join(sorted(implementation.kinds))}")
 
@@ -37,7 +54,7 @@ def test_implementation_passes_the_matrix(name: str, implementation: op.Implemen
         pytest.skip(f"not run: {why}")
     function = op.resolve(implementation.entry)
     verdicts = {
-        case.name: testkit.run(case, function, kind)
+        case.name: testkit.run(case, function, DEVICES[kind])
         for case in testkit.fitting(name, implementation, kind)
     }
     assert verdicts

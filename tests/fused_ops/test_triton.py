@@ -16,7 +16,7 @@ if torch.cuda.is_available():
     pytest.skip("a GPU runs the whole matrix, test_all_ops.py", allow_module_level=True)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, "lists"])
 def test_kernel_passes_in_the_interpreter(name: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.fused_ops.interpret", name]

@@ -5,6 +5,8 @@ Core counts, clock and on-chip sizes are from CANN's own Ascend910_9382.ini and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from targets.base import Figure, Support, Target
 
 _CUBE = "cube unit"
@@ -31,7 +33,7 @@ CHIPS = {
         name="ascend-910b",
         title="Ascend 910B (Atlas A2)",
         kind="ascend",
-        verification="declared",
+        verification="lowered",
         weights=_WEIGHTS,
         activations=_ACTIVATIONS,
         memory_bytes=Figure(64e9, "press", _HBM),
@@ -46,7 +48,7 @@ CHIPS = {
         name="ascend-910c",
         title="Ascend 910C (Atlas A3), one die",
         kind="ascend",
-        verification="declared",
+        verification="lowered",
         weights=_WEIGHTS,
         activations=_ACTIVATIONS,
         memory_bytes=Figure(64 * 2**30, "vendor", "CANN Ascend910_9382.ini: HBM 64 GiB a die"),
@@ -56,5 +58,34 @@ CHIPS = {
             "int8": Figure(708e12, "vendor", _DERIVED),
         },
         notes=(_LIMITS, "an Atlas 800T A3 holds 16 dies"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Die:
+    """A die that the compiler knows by this name: bytes of one core's memories, cores a die.
+
+    UB belongs to a vector core, L1 and L0C to a cube core, which two vector cores serve.
+    """
+
+    name: str
+    ub_bytes: int
+    l1_bytes: int
+    l0c_bytes: int
+    cube_cores: int
+    vector_cores: int
+
+
+_SIZES = {"ub_bytes": 192 << 10, "l1_bytes": 512 << 10, "l0c_bytes": 128 << 10}
+# Sizes from CANN's Ascend910_9382.ini (ub_size, l1_size, l0_c_size), equal on all four.
+DIES: dict[str, tuple[Die, ...]] = {
+    "ascend-910b": (
+        Die("Ascend910B1", **_SIZES, cube_cores=24, vector_cores=48),
+        Die("Ascend910B4", **_SIZES, cube_cores=20, vector_cores=40),
+    ),
+    "ascend-910c": (
+        Die("Ascend910_9382", **_SIZES, cube_cores=24, vector_cores=48),
+        Die("Ascend910_9362", **_SIZES, cube_cores=20, vector_cores=40),
     ),
 }
