@@ -37,6 +37,8 @@ FP8_ROLES = {
     Role.DENSE_MLP,
     Role.SHARED_EXPERT,
 }
+# The release's own layout, which `glm5q plan` knows and nothing is written in.
+SOURCE_FORMAT = "source-fp8"
 SOURCE_DTYPE = {Role.EMBEDDING, Role.LM_HEAD, Role.NORM}
 EXAMPLE = "`glm5q recipes show h200` prints one to compare with"
 # Engines fuse both and read one scheme for a layer's routed experts, so overrides go by layer.
@@ -44,6 +46,15 @@ UNOVERRIDABLE = {Role.EMBEDDING, Role.LM_HEAD, Role.NORM, Role.ROUTER}
 
 
 Effort = Literal["fast", "best"]
+
+
+# An op's tiles, which a chip's compiler must fit: names of its Triton kernel's constants.
+TILES = {
+    "sparse_attention": ("H", "N"),
+    "lightning_indexer": ("ROWS", "K"),
+    "select_topk": ("N",),
+    "expert_gemm": ("ROWS", "N", "WIDTH"),
+}
 
 
 class _Strict(BaseModel):
@@ -156,14 +167,17 @@ class CalibrationPlan(_Strict):
 
 
 class Recipe(_Strict):
-    """What to do to each role for one chip and engine."""
+    """What to do to each role for one chip and engine.
+
+    `tiles` (op -> name -> a power of two, all of TILES or none) are for an Ascend chip's kernels.
+    """
 
     version: Literal[1]
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")  # it names a folder
     description: str
     target: str
     engine: str
-    format: Literal["compressed-tensors", "sglang-w4afp8", "modelslim"]
+    format: Literal["compressed-tensors", "sglang-w4afp8", "modelslim", "source-fp8"]
     packing: Literal["int32", "int8"]
     verification: str
     calibration: CalibrationPlan
@@ -173,6 +187,7 @@ class Recipe(_Strict):
     effort: Effort = "fast"
     mtp_embeddings: Literal["shared", "copied"] = "shared"
     overrides: tuple[Override, ...] = ()
+    tiles: dict[str, dict[str, Annotated[int, Field(gt=0)]]] = {}
 
     def plan(self, role: Role, layer: int, config: ModelConfig) -> Keep | Rtn | Gptq | Fp8:
         """Returns what to do to `role` in `layer`."""
@@ -223,8 +238,25 @@ def shipped() -> list[str]:
 
 def load(name_or_path: str) -> Recipe:
     """Returns a shipped recipe by name, or one from a file. Raises RecipeError on one line."""
-    where = f"recipes/{name_or_path}.yaml" if name_or_path in shipped() else name_or_path
-    return parse(text(name_or_path), where)
+    if name_or_path in shipped():
+        return parse(text(name_or_path), f"recipes/{name_or_path}.yaml")
+    return unverified(parse(text(name_or_path), name_or_path))
+
+
+def unverified(recipe: Recipe) -> Recipe:
+    """Returns `recipe`; if it is a shipped one with changes, what was checked of that is unsaid.
+
+    A shipped recipe's copy is known by its name, or by the words of its `verification`.
+    """
+    own = {name: parse(text(name), f"recipes/{name}.yaml") for name in shipped()}
+    same_words = [n for n, other in own.items() if other.verification == recipe.verification]
+    origin = recipe.name if recipe.name in own else next(iter(same_words), None)
+    renamed = recipe if origin is None else recipe.model_copy(update={"name": origin})
+    if origin is None or renamed.content_hash() == own[origin].content_hash():
+        return recipe
+    declared = "declared; " if own[origin].verification.startswith("declared") else ""
+    words = f"{declared}edited from {origin}; not verified"
+    return recipe.model_copy(update={"verification": words})
 
 
 def text(name_or_path: str) -> str:
@@ -306,10 +338,14 @@ def _is_number(text: str) -> bool:
 
 def _problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yields (what is wrong, what to do)."""
+    yield from _tile_problems(recipe)
     undecided = [role.value for role in Role if role not in recipe.weights]
     if undecided:
         fix = "give it a method, or {method: keep}"
         yield f"weights: role {undecided[0]} is undecided", fix
+    if recipe.format == SOURCE_FORMAT:
+        yield from _source_problems(recipe)
+        return
     for role, plan in recipe.weights.items():
         yield from _role_problems(f"weights.{role.value}", role, plan)
     decided: dict[tuple[Role, int], int] = {}
@@ -322,6 +358,32 @@ def _problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
             other = decided.setdefault((override.role, layer), index)
             if other != index or override.layers.count(layer) > 1:
                 yield f"{where}: layer {layer} is decided by overrides.{other} too", "keep one"
+
+
+def _source_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yields how a recipe differs from the FP8 release, which has one layout only."""
+    for role, plan in recipe.weights.items():
+        wanted = "fp8" if role in FP8_ROLES | {Role.ROUTED_EXPERT} else "keep"
+        if plan.method != wanted:
+            yield f"weights.{role.value}: the release has {wanted} there", f"give {wanted}"
+    if recipe.mtp != "quantize" or recipe.overrides:
+        yield "the release quantizes its MTP layer and has no overrides", "give mtp: quantize"
+
+
+def _tile_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    for op in TILES if recipe.tiles else ():
+        if op not in recipe.tiles:
+            yield f"tiles.{op}: missing", "give every op's tiles, or leave out tiles"
+    for op, tiles in recipe.tiles.items():
+        if op not in TILES:
+            yield f"tiles.{op}: no such op", f"tiles are of {', '.join(TILES)}"
+            continue
+        for name in sorted(set(TILES[op]) ^ set(tiles)):
+            word = "unknown" if name in tiles else "missing"
+            yield f"tiles.{op}.{name}: {word}", f"give {', '.join(TILES[op])}"
+        for name, size in tiles.items():
+            if size & (size - 1):
+                yield f"tiles.{op}.{name}: {size}", "give a power of two"
 
 
 def _role_problems(

@@ -28,8 +28,8 @@ TARGETS: dict[str, str] = {
     "h20": "targets.cuda",
     "a100": "targets.cuda",
     "rtx-4090": "targets.cuda",
-    "ascend-910b": "targets.ascend",
-    "ascend-910c": "targets.ascend",
+    "ascend-910b": "targets.ascend.chips",
+    "ascend-910c": "targets.ascend.chips",
     "mthreads-s5000": "targets.declared",
     "cambricon-mlu590": "targets.declared",
     "kunlunxin-p800": "targets.declared",
@@ -67,7 +67,8 @@ class Target:
     matrix product, as we lower it, takes that operand; a dtype that is not listed is unknown.
     `memory_bytes` a device, `bandwidth_bytes_s` of its main memory, `peak_ops_s` dense operations a
     second by operand dtype (a multiply-add is two). `verification` is what of ours was done on it:
-    "run" tested there, "lowered" compiled for it and never run, "declared" neither.
+    "run" tested there, "lowered" taken by its own compiler as far as that is open and never run,
+    "declared" neither.
     """
 
     name: str
