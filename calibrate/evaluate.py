@@ -15,8 +15,8 @@ from torch.nn import functional as F  # noqa: N812
 from calibrate import selection
 from calibrate.block import LayerOutput, Observer
 from calibrate.logits import Head, argmax, compare_predictions, mean_kl
-from calibrate.run import Progress, advance, embed, mtp_states, silent
 from calibrate.selection import Recall, SelectionMap, index_overlap
+from calibrate.states import FLOAT32_CHUNK_TOKENS, Progress, advance, embed, mtp_states, silent
 from fused_ops.expert_gemm.reference import expert_gemm
 from glm5q import names, quant
 from glm5q.layer import Layer, Weights, runnable
@@ -134,7 +134,8 @@ class _Evaluation:
         self.source, self.quantized, self.tokens = source, quantized, tokens
         self.config, self.device = source.config, device
         self.quantize_activations = quantize_activations
-        self.left, self.right = embed(source, tokens, device), embed(quantized, tokens, device)
+        self.left = embed(source, tokens, device, FLOAT32_CHUNK_TOKENS)
+        self.right = embed(quantized, tokens, device, FLOAT32_CHUNK_TOKENS)
         self.heads = Head(source, device), Head(quantized, device)
         self.compared: list[LayerComparison] = []
         self._sizes = selection.recall_sizes(self.config.index_topk, tokens.shape[1])
@@ -145,14 +146,8 @@ class _Evaluation:
 
     def layer(self, mine: Layer, theirs: Layer) -> None:
         """Runs one layer of both streams."""
-        number, config, length = mine.number, self.config, self.tokens.shape[1]
-        left = runnable(mine, device=self.device)
-        right = self._runnable(theirs)
-        roles = {m.path: m.role for m in names.layer_modules(config, number)}
-        watch = SourceWatch(right, roles, Recall(length, self._sizes))
-        choices = _Choices(length, number in self._mapped)
-        self.left = advance(config, number, left, self.left, watch, choices.keep)
-        self.right = advance(config, number, right, self.right, None, choices.compare)
+        number, length = mine.number, self.tokens.shape[1]
+        watch, choices = self._advance(mine, theirs)
         self._mass += watch.recall.mass
         overlap = self._own_overlap(number, choices, length)
         self.compared.append(
@@ -166,6 +161,27 @@ class _Evaluation:
                 kl=mean_kl(self.heads, (self.left.hidden, self.right.hidden)),
             )
         )
+
+    def _advance(self, mine: Layer, theirs: Layer) -> tuple[SourceWatch, _Choices]:
+        """Moves both streams on, in chunks of half as many windows where memory runs out."""
+        number, config, length = mine.number, self.config, self.tokens.shape[1]
+        left = runnable(mine, device=self.device)
+        right = self._runnable(theirs)
+        roles = {m.path: m.role for m in names.layer_modules(config, number)}
+        while True:
+            watch = SourceWatch(right, roles, Recall(length, self._sizes))
+            choices = _Choices(length, number in self._mapped)
+            try:
+                after = advance(config, number, left, self.left, watch, choices.keep)
+                self.right = advance(config, number, right, self.right, None, choices.compare)
+                self.left = after
+                return watch, choices
+            except torch.OutOfMemoryError:
+                if self.left.windows_at_once == 1:
+                    raise
+            self.left, self.right = self.left.halved(), self.right.halved()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
     def _runnable(self, layer: Layer) -> Weights:
         return runnable(layer, device=self.device, quantize_activations=self.quantize_activations)

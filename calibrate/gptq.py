@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from calibrate.observe import Moments
+from calibrate.ranks import ALONE, Ranks
 from glm5q import quant
 from glm5q.types import IntScheme
 
@@ -34,15 +35,34 @@ def pooled(moments: Moments, pooling: float) -> tuple[Tensor, Tensor]:
     An entry of m tokens takes the share n0 / (n0 + m) of the layer's mean Gram, n0 = pooling x in;
     one without tokens takes all of it, so no column it never saw is lost.
     """
+    layer = layer_mean(moments)
+    assert moments.gram is not None
+    share = pooled_share(moments, pooling)
+    return blend(moments, slice(None), layer, share), share
+
+
+def layer_mean(moments: Moments, ranks: Ranks = ALONE) -> Tensor:
+    """Returns the layer's mean Gram [1, in, in] over all entries, whichever rank summed them."""
     if moments.gram is None:
         raise ValueError("pooling needs Gram matrices")
     tokens = moments.tokens.to(moments.gram.device).float()
-    own = moments.gram / tokens.clamp(min=1).view(-1, 1, 1)
-    layer = moments.gram.sum(0, keepdim=True) / tokens.sum().clamp(min=1)
-    prior = pooling * moments.gram.shape[-1]
-    share = prior / (prior + tokens) if prior else (tokens == 0).float()
-    mixed = torch.lerp(own, layer.expand_as(own), share.view(-1, 1, 1))
-    return mixed, share
+    return ranks.sum_of_stack(moments.gram) / tokens.sum().clamp(min=1)
+
+
+def pooled_share(moments: Moments, pooling: float) -> Tensor:
+    """Returns the layer's share [stack] of each entry's Gram; see pooled."""
+    tokens = moments.tokens.to(moments.square.device).float()
+    prior = pooling * moments.square.shape[-1]
+    return prior / (prior + tokens) if prior else (tokens == 0).float()
+
+
+def blend(moments: Moments, part: slice, layer: Tensor, share: Tensor) -> Tensor:
+    """Returns the mean Grams of the entries in `part`, each with its share of the layer's."""
+    assert moments.gram is not None
+    gram = moments.gram[part]
+    tokens = moments.tokens[part].to(gram.device).float()
+    own = gram / tokens.clamp(min=1).view(-1, 1, 1)
+    return torch.lerp(own, layer.expand_as(own), share[part].view(-1, 1, 1))
 
 
 def gptq(

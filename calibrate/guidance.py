@@ -8,14 +8,14 @@ product (GuidedQuant, arXiv 2505.07004, with one weight a token instead of one a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from calibrate.block import LayerOutput, Observer, decoder_layer, rms_norm
-from calibrate.run import Progress, States, advance, embed, silent
+from calibrate.states import FLOAT32_CHUNK_TOKENS, Progress, States, advance, embed, silent
 from glm5q import names
 from glm5q.config import ModelConfig
 from glm5q.layer import Weights, runnable
@@ -58,12 +58,13 @@ def guide(
     """
     config = source.config
     total = 2 * config.num_hidden_layers
-    states, inputs = embed(source, tokens, device), []
+    states, inputs = embed(source, tokens, device, FLOAT32_CHUNK_TOKENS), []
+    states = replace(states, spare=None)  # every layer's input is kept
     for layer in layers(source.layer, range(config.num_hidden_layers)):
         progress(f"guidance, layer {layer.number}", layer.number, total)
         inputs.append(states)
         states = advance(config, layer.number, runnable(layer, device=device), states)
-    gradient = _loss_gradient(source, states.hidden)
+    gradient = _loss_gradient(source, states.hidden, device)
     guidance: list[Guidance | None] = []
     for layer in layers(source.layer, range(config.num_hidden_layers - 1, -1, -1)):
         progress(f"guidance, layer {layer.number}", total - 1 - layer.number, total)
@@ -74,21 +75,21 @@ def guide(
     return guidance[::-1]
 
 
-def _loss_gradient(source: LayerSource, hidden: Tensor) -> Tensor:
+def _loss_gradient(source: LayerSource, hidden: Tensor, device: str) -> Tensor:
     """Returns the gradient of -log p(drawn token) before the final norm, shaped as `hidden`."""
     config = source.config
     tied = config.tie_word_embeddings
-    head = source.top_tensor(names.EMBEDDING if tied else names.LM_HEAD).float().to(hidden.device)
-    norm = source.top_tensor(names.FINAL_NORM).to(hidden.device)
-    generator = torch.Generator(device=hidden.device).manual_seed(SEED)
+    head = source.top_tensor(names.EMBEDDING if tied else names.LM_HEAD).float().to(device)
+    norm = source.top_tensor(names.FINAL_NORM).to(device)
+    generator = torch.Generator(device=device).manual_seed(SEED)
     gradient = torch.empty_like(hidden)
     for window in range(hidden.shape[0]):
-        x = hidden[window].detach().requires_grad_()
+        x = hidden[window].detach().to(device).requires_grad_()
         with torch.enable_grad():
             logits = F.linear(rms_norm(x, norm, config.rms_norm_eps), head)
             drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
             loss = F.cross_entropy(logits, drawn.squeeze(1), reduction="sum")
-        (gradient[window],) = torch.autograd.grad(loss, x)
+        gradient[window] = torch.autograd.grad(loss, x)[0]
     return gradient
 
 
@@ -110,15 +111,17 @@ def _backward(
     before = torch.empty_like(gradient)
     chosen: list[Tensor] = []
     squares: dict[str, list[Tensor]] = {}
-    offsets = torch.tensor([0, length], device=gradient.device)
+    device = next(iter(weights.vectors.values())).device
+    offsets = torch.tensor([0, length], device=device)
     for window in range(windows):
-        x = states.hidden[window].detach().requires_grad_()
+        x = states.hidden[window].detach().to(device).requires_grad_()
         seen = _Outputs()
         with torch.enable_grad():
             indices = _window_indices(states, window, length)
+            indices = None if indices is None else indices.to(device)
             output = decoder_layer(config, weights, x, offsets, indices, seen)
         wanted = [x, *(y for y, _ in seen.products.values())]
-        found = torch.autograd.grad(output.hidden, wanted, gradient[window])
+        found = torch.autograd.grad(output.hidden, wanted, gradient[window].to(device))
         before[window] = found[0]
         if output.experts is not None:
             chosen.append(output.experts.to(torch.int16).cpu())

@@ -26,12 +26,17 @@ class Head:
         self._eps = source.config.rms_norm_eps
 
     @property
+    def device(self) -> torch.device:
+        return self._weight.device
+
+    @property
     def positions(self) -> int:
         """How many positions' logits are held at once."""
         return max(1, LOGIT_ELEMENTS // self._weight.shape[0])
 
     def log_probabilities(self, hidden: Tensor, norm: Tensor | None = None) -> Tensor:
         """Returns float32 [positions, vocabulary] of hidden [positions, hidden]."""
+        hidden = hidden.to(self._weight.device)  # long streams wait in host memory
         normed = rms_norm(hidden, self._norm if norm is None else norm, self._eps)
         return F.log_softmax(F.linear(normed.float(), self._weight), -1)
 
@@ -94,6 +99,6 @@ def mean_kl(heads: tuple[Head, Head], streams: tuple[Tensor, Tensor]) -> float:
 def argmax(head: Head, hidden: Tensor, norm: Tensor) -> Tensor:
     """Returns the most likely tokens [windows, positions] of hidden, under another final norm."""
     flat = torch.split(hidden.flatten(0, 1), head.positions)
-    norm = norm.to(hidden.device)
+    norm = norm.to(head.device)
     found = [head.log_probabilities(part, norm).argmax(-1).cpu() for part in flat]
     return torch.cat(found).view(hidden.shape[:2])

@@ -5,66 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from calibrate.descent import descend
-from calibrate.gptq import gptq, pooled
-from calibrate.observe import HeldOutErrors, Moments, Statistics
-from calibrate.rtn import rtn, search_scale
+from calibrate.candidates import Candidates, LayerPlan, find_candidates
+from calibrate.observe import HeldOutErrors, Statistics
 from glm5q import names, quant
 from glm5q.config import ModelConfig
 from glm5q.errors import RecipeError
 from glm5q.layer import Codes, Layer, Weights
 from glm5q.types import (
-    ActivationGrid,
-    CodedScheme,
     ExpertResult,
     Fallback,
     Fp8Scheme,
     MatrixResult,
 )
-from recipes.schema import Fp8, Gptq, Keep, Recipe, Rtn
+from recipes.schema import Fp8, Gptq, Keep, Recipe
 
-STACK_ELEMENTS = 1 << 28  # weights of a stack worked on at once: 1 GB as float32
 FLOAT16_MAX = 65504.0
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """What was tried for one matrix: codes int8 [stack, out, in] by method, on one scale each.
-
-    `scales` float32 [stack, out, groups] by method. Later methods must beat the first to be taken.
-    `input_scale` is the static activation scale, for a scheme that has one.
-    """
-
-    scheme: CodedScheme
-    codes: dict[str, Tensor]
-    scales: dict[str, Tensor]
-    input_scale: float | None = None
-
-    def weight(self, method: str) -> Tensor:
-        return quant.dequantize(self.codes[method], self.scales[method])
-
-    def taken(self, codes: Tensor, scale: Tensor) -> Codes:
-        return Codes(codes, scale, self.scheme, self.input_scale)
-
-    def activation(self) -> ActivationGrid | None:
-        """Returns the grid its input meets in deployment."""
-        method = next(iter(self.codes))
-        return self.taken(self.codes[method], self.scales[method]).activation()
-
-
-@dataclass
-class LayerPlan:
-    """Candidates of every matrix that gets codes, kept matrices, and what did not go as asked."""
-
-    descent: int  # rounds after GPTQ
-    candidates: dict[str, Candidates] = field(default_factory=dict)
-    kept: dict[str, Tensor] = field(default_factory=dict)
-    fallbacks: list[Fallback] = field(default_factory=list)
 
 
 def gram_paths(recipe: Recipe, layer: int, config: ModelConfig) -> set[str]:
@@ -93,9 +53,10 @@ def plan_layer(
             weight = weights.matrices[module.path]
             stack = weight if module.stacked else weight.unsqueeze(0)
             with _one_thread():
-                plan.candidates[module.path] = _candidates(
-                    layer.number, module.path, stack, statistics.of(module.path), wanted, plan
-                )
+                plan.candidates[module.path] = find_candidates(
+                    layer.number, module.path, stack, statistics.of(module.path), wanted, plan,
+                    statistics.ranks,
+                )  # fmt: skip
             if wanted.activation == "fp8_static":
                 _fix_input_scale(layer.number, module.path, statistics, plan)
     return plan
@@ -153,74 +114,6 @@ def _keep(layer: Layer, path: str, wanted: Keep, statistics: Statistics, plan: L
     plan.kept[path] = weight.to(target)
 
 
-def _candidates(
-    layer: int, path: str, stack: Tensor, moments: Moments, wanted: Rtn | Gptq, plan: LayerPlan
-) -> Candidates:
-    """Works through a stack a few matrices at a time, so that memory is bounded."""
-    scheme = wanted.scheme()
-    step = max(1, STACK_ELEMENTS // stack[0].numel())
-    codes: dict[str, list[Tensor]] = {}
-    scales: dict[str, list[Tensor]] = {}
-    if isinstance(wanted, Gptq):
-        gram, share = pooled(moments, wanted.pooling)
-        square = gram.diagonal(dim1=1, dim2=2)
-        _report_pooling(layer, path, moments, share, plan)
-    else:
-        square = moments.square
-    for start in range(0, stack.shape[0], step):
-        part = slice(start, start + step)
-        weight = stack[part]
-        scale = search_scale(weight, square[part], scheme, wanted.clip)
-        tried = {"rtn": (rtn(weight, scale, scheme), scale)}
-        if isinstance(wanted, Gptq):
-            result = gptq(weight, scale, gram[part], scheme, wanted.damping, wanted.act_order)
-            tried["gptq"] = (result.codes, scale)
-            _report_damping(layer, path, start, result.damping, wanted.damping, plan)
-            if plan.descent:
-                tried["descent"] = descend(
-                    weight, result.codes, scale, gram[part], scheme, plan.descent
-                )
-        for method, (method_codes, method_scale) in tried.items():
-            codes.setdefault(method, []).append(method_codes)
-            scales.setdefault(method, []).append(method_scale)
-    return Candidates(
-        scheme,
-        {method: torch.cat(parts) for method, parts in codes.items()},
-        {method: torch.cat(parts) for method, parts in scales.items()},
-    )
-
-
-def _report_pooling(
-    layer: int, path: str, moments: Moments, share: Tensor, plan: LayerPlan
-) -> None:
-    for expert, part in enumerate(share.tolist()):
-        if part >= 0.5:
-            tokens = int(moments.tokens[expert])
-            plan.fallbacks.append(
-                Fallback(
-                    layer,
-                    path,
-                    f"only {tokens} calibration tokens",
-                    f"{part:.0%} of its Gram is the layer's",
-                    expert,
-                )
-            )
-
-
-def _report_damping(
-    layer: int, path: str, first: int, used: Tensor, asked: float, plan: LayerPlan
-) -> None:
-    for index, value in enumerate(used.tolist()):
-        if math.isnan(value):
-            action = "plain rounding"
-        elif value > asked * 1.5:
-            action = f"damping {value:g}"
-        else:
-            continue
-        reason = "Gram not positive definite"
-        plan.fallbacks.append(Fallback(layer, path, reason, action, first + index))
-
-
 def choose(
     layer: Layer, plan: LayerPlan, errors: HeldOutErrors
 ) -> tuple[Layer, dict[str, list[str]]]:
@@ -273,7 +166,7 @@ def results(
             method = "+".join(dict.fromkeys(methods[path]))
             error = _output_error(path, methods[path], errors)
             bits = bits_per_weight(candidates, module.shape[-1])
-        seen = statistics.ranges_of(path)
+        seen = statistics.seen(path)
         matrices.append(
             MatrixResult(
                 module=path,
@@ -282,11 +175,11 @@ def results(
                 method=method,
                 bits=bits,
                 error=error,
-                input_absmax=seen.input_absmax,
-                output_absmax=seen.output_absmax,
+                input_absmax=seen.input_absmax if seen else None,
+                output_absmax=seen.output_absmax if seen else None,
                 matrices=count,
-                input_p999=seen.input_p999,
-                outlier_channels=seen.outlier_channels,
+                input_p999=seen.input_p999 if seen else None,
+                outlier_channels=seen.outlier_channels if seen else None,
                 input_channels=module.shape[-1],
             )
         )
@@ -319,6 +212,8 @@ def _weight_error(source: Tensor | Codes, quantized: Tensor | Codes) -> float:
     if not isinstance(source, Tensor):
         raise TypeError("a source layer holds codes")
     difference = reference = 0.0
+    if isinstance(quantized, Codes) and quantized.codes.is_cuda:
+        return _weight_error_on_device(source, quantized)
     for index in range(source.shape[0]) if source.dim() == 3 else [slice(None)]:
         if isinstance(quantized, Codes):
             rounded = quant.dequantize(quantized.codes[index], quantized.scale[index])
@@ -327,6 +222,20 @@ def _weight_error(source: Tensor | Codes, quantized: Tensor | Codes) -> float:
         exact = source[index].to(rounded.device).float()
         difference += float((rounded - exact).double().square().sum())
         reference += float(exact.double().square().sum())
+    return math.sqrt(difference / max(reference, 1e-30))
+
+
+def _weight_error_on_device(source: Tensor, quantized: Codes) -> float:
+    """|q - s| / |s| with one wait for the device."""
+    codes, scale = quantized.codes, quantized.scale
+    if source.dim() == 2:
+        source, codes, scale = source[None], codes[None], scale[None]
+    squares = []
+    for exact, code, step in zip(source, codes, scale, strict=True):
+        moved = exact.to(code.device, non_blocking=True).float()
+        rounded = quant.dequantize(code, step)
+        squares.append(torch.stack(((rounded - moved).norm(), moved.norm())).double().square())
+    difference, reference = torch.stack(squares).sum(0).tolist()
     return math.sqrt(difference / max(reference, 1e-30))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class Ranges:
 
     channel_absmax: Tensor  # [in]
     histogram: Tensor  # float64 [BINS], counts of log2 |input|
-    output_absmax: float = 0.0
+    _outputs: list[Tensor] = field(default_factory=list)
 
     @staticmethod
     def of_width(columns: int, device: torch.device) -> Ranges:
@@ -30,10 +30,21 @@ class Ranges:
         """Takes in x [rows, in] and y [rows, out]."""
         if not x.numel():
             return
-        self.channel_absmax = torch.maximum(self.channel_absmax, x.abs().amax(0).float())
-        self.output_absmax = max(self.output_absmax, float(y.abs().max()))
+        if x.is_cuda:  # no copy of magnitudes, and no wait for a number
+            least, most = torch.aminmax(x, dim=0)
+            reach = torch.maximum(-least, most).float()
+            self.channel_absmax = torch.maximum(self.channel_absmax, reach)
+            low, high = torch.aminmax(y)
+            self._outputs.append(torch.maximum(-low, high).float())
+        else:
+            self.channel_absmax = torch.maximum(self.channel_absmax, x.abs().amax(0).float())
+            self._outputs.append(y.abs().max().float())
         sample = x[::SAMPLED_ROWS].float().abs().clamp(min=2**LOWEST, max=2**HIGHEST).log2()
         self.histogram += torch.histc(sample, BINS, LOWEST, HIGHEST).double()
+
+    @property
+    def output_absmax(self) -> float:
+        return float(torch.stack(self._outputs).max()) if self._outputs else 0.0
 
     @property
     def input_absmax(self) -> float:

@@ -8,55 +8,94 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal, cast
+from functools import partial
+from typing import Literal, Protocol, TypeVar, cast
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from calibrate.block import LayerOutput, Observer, decoder_layer, mtp_input, rms_norm
+from calibrate.block import LayerOutput
 from calibrate.methods import choose, gram_paths, plan_layer, results, with_weight_errors
 from calibrate.observe import HeldOutErrors, RowWeights, Statistics
+from calibrate.ranks import ALONE, Ranks
+from calibrate.states import (
+    Progress,
+    States,
+    advance,
+    check_finite,
+    chunks,
+    embed,
+    forward,
+    ignore,
+    mtp_states,
+    on_gpu,
+    room,
+    silent,
+)
 from glm5q import formats, names
 from glm5q.checkpoint import Checkpoint
 from glm5q.config import ModelConfig
-from glm5q.errors import CheckpointError
+from glm5q.errors import UserError
 from glm5q.formats.base import mtp_copies
-from glm5q.layer import Layer, Weights, runnable
-from glm5q.stream import LayerSource, layers
-from glm5q.types import CodedScheme, KeepScheme, LayerResult
+from glm5q.layer import Layer, runnable
+from glm5q.stream import layers
+from glm5q.types import CodedScheme, Fallback, KeepScheme, LayerResult
 from glm5q.writer import Shard, Writer
 from recipes.schema import Recipe
 
-CHUNK_TOKENS = 8192  # tokens run at once
-Progress = Callable[[str, float, float], None]  # (what, done, of)
-Each = Callable[[slice, LayerOutput], None]  # given a chunk's windows and its output
+__all__ = [
+    "Job", "Place", "Progress", "Source", "States", "advance", "calibrate", "chunks", "embed",
+    "forward", "mtp_states", "on_gpu", "one_layer", "quantize", "read_back", "room", "silent",
+]  # fmt: skip
 
 
-def silent(_what: str, _done: float, _of: float) -> None:
-    """Progress for nobody."""
+class Source(Protocol):
+    """What the loop asks of a checkpoint besides its layers."""
 
+    @property
+    def config(self) -> ModelConfig: ...
 
-def _ignore(_windows: slice, _output: LayerOutput) -> None:
-    """Nothing to do with an output."""
+    def layer(self, number: int) -> Layer: ...
+
+    def top_tensor(self, name: str) -> Tensor: ...
+
+    def layer_bytes(self, number: int) -> int: ...
+
+    def optional_layer_tensors(self, number: int) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
-class States:
-    """A stream's hidden states between two layers.
+class Place:
+    """Where a run computes, and which of several processes it is."""
 
-    `hidden` [windows, sequence_length, hidden]. `indices` are the last indexer's choices a chunk of
-    windows, kept only where a later layer shares them.
-    """
+    device: str = "cpu"
+    ranks: Ranks = ALONE
 
-    hidden: Tensor
-    indices: tuple[Tensor, ...] | None = None
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What a layer's matrices are; the residual stream is float32 everywhere."""
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    def arrived(self, layer: Layer) -> Layer:
+        """Returns a layer just read, on the GPU if there is one: host memory is for the next."""
+        return layer.to(self.device) if self.on_gpu else layer
 
 
 @dataclass
 class Job:
-    """One recipe being applied: its writer, hidden states, and what is done so far."""
+    """One recipe being applied: its writer, hidden states, and what is done so far.
+
+    Shards are written and committed on a thread, one layer's behind the computation at most.
+    `stage_s` are seconds spent, by stage; `fallbacks` wait for the layer's result.
+    """
 
     recipe: Recipe
     writer: Writer
@@ -65,104 +104,50 @@ class Job:
     shards: list[Shard] = field(default_factory=list)
     results: list[LayerResult] = field(default_factory=list)
     resumed: int = 0
+    fallbacks: list[Fallback] = field(default_factory=list)
+    stage_s: dict[str, float] = field(default_factory=dict)
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1), repr=False)
+    _landing: list[tuple[Future[Shard], LayerResult]] = field(default_factory=list, repr=False)
 
+    @contextmanager
+    def stage(self, name: str, place: Place) -> Iterator[None]:
+        """Counts the seconds of what is done within, the device's work included."""
+        started = time.perf_counter()
+        yield
+        if place.on_gpu:
+            torch.cuda.synchronize()
+        self.stage_s[name] = self.stage_s.get(name, 0.0) + time.perf_counter() - started
 
-def embed(source: LayerSource, tokens: Tensor, device: str = "cpu") -> States:
-    """Returns the embedded windows, float32; tokens int64 [windows, sequence_length]."""
-    table = source.top_tensor(names.EMBEDDING)
-    return States(torch.nn.functional.embedding(tokens, table).float().to(device))
+    def write(self, number: int, tensors: dict[str, Tensor]) -> Future[Shard]:
+        self.settle()  # one layer's tensors wait at a time
+        return self._thread.submit(self.writer.write, number, tensors)
 
+    def land(self, number: int, shard: Future[Shard], result: LayerResult) -> None:
+        """Commits a shard once it is written."""
 
-def chunks(states: States) -> Iterator[tuple[int, slice]]:
-    """Yields (number, windows) so that about CHUNK_TOKENS run at once."""
-    windows, length = states.hidden.shape[:2]
-    step = max(1, CHUNK_TOKENS // length)
-    for number, start in enumerate(range(0, windows, step)):
-        yield number, slice(start, min(start + step, windows))
+        def commit() -> Shard:
+            written = shard.result()
+            size = sum(written.tensors.values())
+            found = asdict(replace(result, quantized_bytes=size))
+            return self.writer.commit(number, written, found)
 
+        self._landing.append((self._thread.submit(commit), result))
 
-def forward(
-    config: ModelConfig,
-    weights: Weights,
-    states: States,
-    observer: Observer | None = None,
-    windows: range | None = None,
-    each: Each = _ignore,
-) -> None:
-    """Runs one layer over every chunk (or those within `windows`) and hands each output to `each`.
+    def close(self) -> None:
+        """Lets what is being written finish, and ends the thread."""
+        try:
+            self.settle()
+        finally:
+            self._thread.shutdown()
 
-    An output's tensors are flat over the chunk's tokens.
-    """
-    length = states.hidden.shape[1]
-    for number, part in chunks(states):
-        if windows is not None:
-            part = slice(max(part.start, windows.start), min(part.stop, windows.stop))
-            if part.start >= part.stop:
-                continue
-        hidden = states.hidden[part]
-        count = hidden.shape[0]
-        offsets = torch.arange(count + 1, device=hidden.device) * length
-        indices = None
-        if states.indices is not None:
-            first = next(p for n, p in chunks(states) if n == number).start
-            begin = (part.start - first) * length
-            indices = states.indices[number][begin : begin + count * length]
-        if observer is not None:
-            observer.first_token = part.start * length
-        with torch.no_grad():
-            output = decoder_layer(
-                config, weights, hidden.flatten(0, 1), offsets, indices, observer
-            )
-        each(part, output)
-
-
-def check_finite(number: int, output: LayerOutput) -> None:
-    """Raises CheckpointError naming the layer whose finite weights gave something that is not."""
-    if not bool(torch.isfinite(output.hidden).all()):
-        raise CheckpointError(
-            f"layer {number} turns the text into values that are not finite",
-            "its weights are damaged: fetch them again",
-        )
-
-
-def advance(
-    config: ModelConfig,
-    number: int,
-    weights: Weights,
-    states: States,
-    observer: Observer | None = None,
-    each: Each = _ignore,
-) -> States:
-    """Returns the states after layer `number`."""
-    hidden = torch.empty_like(states.hidden)
-    indices: list[Tensor] = []
-    keep = number + 1 < config.num_layers and not config.full_indexer[number + 1]
-
-    def store(part: slice, output: LayerOutput) -> None:
-        check_finite(number, output)
-        hidden[part] = output.hidden.view(hidden[part].shape)
-        if keep:
-            indices.append(output.indices)
-        each(part, output)
-
-    forward(config, weights, states, observer, each=store)
-    return States(hidden, tuple(indices) if keep else None)
-
-
-def mtp_states(
-    config: ModelConfig, weights: Weights, source: LayerSource, tokens: Tensor, states: States
-) -> States:
-    """Returns the MTP layer's input: position i has hidden i after the final norm and token i + 1.
-
-    One position shorter than the main stream, whose last token has no successor.
-    """
-    norm = source.top_tensor(names.FINAL_NORM).to(states.hidden.device)
-    embedded = embed(source, tokens[:, 1:], str(states.hidden.device)).hidden
-    hidden = torch.empty_like(embedded)
-    for _, part in chunks(states):
-        normed = rms_norm(states.hidden[part, :-1], norm, config.rms_norm_eps)
-        hidden[part] = mtp_input(config, weights, embedded[part], normed)
-    return States(hidden)
+    def settle(self) -> None:
+        """Waits for what is being written; raises what went wrong there."""
+        while self._landing:
+            landing, result = self._landing.pop(0)
+            shard = landing.result()
+            size = sum(shard.tensors.values())
+            self.shards.append(shard)
+            self.results.append(replace(result, quantized_bytes=size))
 
 
 def calibrate(
@@ -171,64 +156,122 @@ def calibrate(
     tokens: Tensor,
     held_out: int,
     progress: Progress = silent,
-    device: str = "cpu",
+    place: Place | None = None,
 ) -> None:
     """Quantizes every layer for every job, writing and resuming as it goes.
 
     `tokens` int64 [windows, sequence_length]; the last `held_out` windows choose between candidates
-    and measure errors, the others give statistics. Fills each job's shards and results.
+    and measure errors, the others give statistics. Fills each job's shards and results. Of several
+    ranks the first writes, and all must see the output folder. `place` None is this CPU alone.
     """
-    for job in jobs:
-        _write_top(source, job)
-    total = source.config.num_layers
-    for layer in layers(source.layer, range(total)):
+    place = place or Place()
+    ranks = place.ranks
+    if ranks.first:
         for job in jobs:
-            started = time.perf_counter()
-            progress(f"layer {layer.number}", layer.number, total)
-            if source.config.is_mtp(layer.number):
-                weights = runnable(layer, device=device)
-                job.states = mtp_states(source.config, weights, source, tokens, job.states)
-            _one_layer(source, layer, job, held_out, started, device)
-    for job in jobs:
-        _write_end(source, job)
+            _write_top(source, job)
+    total = source.config.num_layers
+    read = partial(source.layer, pin=place.on_gpu)
+    try:
+        for layer in layers(read, range(total), place.arrived):
+            for job in jobs:
+                started = time.perf_counter()
+                progress(f"layer {layer.number}", layer.number, total)
+                if source.config.is_mtp(layer.number):
+                    weights = runnable(layer, place.dtype, place.device)
+                    job.states = mtp_states(source.config, weights, source, tokens, job.states)
+                one_layer(source, layer, job, held_out, started, place)
+    finally:
+        for job in jobs:
+            job.close()
+    if ranks.first:
+        for job in jobs:
+            _write_end(source, job)
     progress("layers", total, total)
 
 
-def _one_layer(
-    source: Checkpoint, layer: Layer, job: Job, held_out: int, started: float, device: str
+def one_layer(
+    source: Source, layer: Layer, job: Job, held_out: int, started: float, place: Place
 ) -> None:
     """Finishes one layer of one job, from disk if an earlier run did, and moves its states on."""
-    config, number = source.config, layer.number
+    config, number, ranks = source.config, layer.number, place.ranks
     windows = job.states.hidden.shape[0]
     split = range(windows - held_out, windows)
-    shard = job.writer.done(number + 1)
+    shard = job.writer.done(number + 1) if ranks.first else None
     earlier = _earlier_result(shard)
-    if shard is not None and earlier is not None:
+    if ranks.firsts(earlier is not None, place.device):
+        job.settle()
         job.resumed += 1
-        job.results.append(earlier)
-        update = None
-    else:
-        quantized, result, outputs = _quantize(source, layer, job, split, device)
-        options = job.recipe.options()
+        job.results += [] if earlier is None else [earlier]
+        job.shards += [] if shard is None else [shard]
+        written = read_back(job.writer.read(number + 1), job.recipe, number, config)
+        with_room(job, number, lambda: _move_on(config, written, job, None, place))
+        return
+    quantized, result, outputs = with_room(
+        job, number, lambda: quantize(source, layer, job, split, place)
+    )
+    with job.stage("write", place):
+        written, landing = _write_layer(source, quantized, job, place)
+    error = with_room(
+        job, number, lambda: _move_on(config, written, job, (outputs, split.start), place)
+    )
+    if landing is not None:
+        time_s = time.perf_counter() - started
+        fallbacks = (*result.fallbacks, *job.fallbacks)
+        result = replace(result, error=error, time_s=time_s, fallbacks=fallbacks)
+        job.fallbacks.clear()
+        job.land(number + 1, landing, result)
+        if not place.on_gpu:
+            job.settle()
+
+
+def _write_layer(
+    source: Source, quantized: Layer, job: Job, place: Place
+) -> tuple[Layer, Future[Shard] | None]:
+    """Starts writing a layer; returns (what the next layer's input is made with, the shard to be).
+
+    On a CPU the layer is read back from what was written. A GPU's is still there: its codes and
+    rounded scales are what the files hold, and reading waits for nobody.
+    """
+    config, number, options = source.config, quantized.number, job.recipe.options()
+    landing: Future[Shard] | None = None
+    if place.ranks.first:
         tensors = formats.get(job.recipe.format).layer_tensors(quantized, config, options)
         tensors |= source.optional_layer_tensors(number) | mtp_copies(source, number, options)
-        shard = job.writer.write(number + 1, tensors)
-        update = _UpdateError(job.states.hidden, outputs, split.start)
-    written = read_back(job.writer.read(number + 1), job.recipe, number, config)
-    weights = runnable(written, device=device)
-    each = update.add if update else _ignore
-    job.states = advance(config, number, weights, job.states, each=each)
-    if update is not None:
-        size = sum(shard.tensors.values())
-        result = replace(
-            result,
-            error=update.value(),
-            quantized_bytes=size,
-            time_s=time.perf_counter() - started,
-        )
-        shard = job.writer.commit(number + 1, shard, asdict(result))
-        job.results.append(result)
-    job.shards.append(shard)
+        landing = job.write(number + 1, _in_host_memory(tensors))
+    if place.on_gpu:
+        return quantized, landing
+    if landing is not None:
+        landing.result()
+    place.ranks.firsts(True, place.device)  # the shard is there
+    return read_back(job.writer.read(number + 1), job.recipe, number, config), landing
+
+
+def _in_host_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors off the GPU, all copied before one wait; pinned memory is used again."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.is_cuda:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            found[name] = host.copy_(tensor, non_blocking=True)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.current_stream().synchronize()
+    return found
+
+
+def _move_on(
+    config: ModelConfig,
+    written: Layer,
+    job: Job,
+    reference: tuple[Tensor, int] | None,
+    place: Place,
+) -> float:
+    """Runs a written layer on the job's states; returns its update's error against `reference`."""
+    with job.stage("move on", place):
+        weights = runnable(written, place.dtype, place.device)
+        update = None if reference is None else UpdateError(job.states.hidden, *reference)
+        each = ignore if update is None else update.add
+        job.states = advance(config, written.number, weights, job.states, each=each)
+        return 0.0 if update is None else update.value()
 
 
 def _earlier_result(shard: Shard | None) -> LayerResult | None:
@@ -239,34 +282,40 @@ def _earlier_result(shard: Shard | None) -> LayerResult | None:
         return None
 
 
-def _quantize(
-    source: Checkpoint, layer: Layer, job: Job, held_out: range, device: str
+def quantize(
+    source: Source, layer: Layer, job: Job, held_out: range, place: Place
 ) -> tuple[Layer, LayerResult, Tensor]:
     """Returns (quantized layer, its record without error, source outputs on held-out windows)."""
     config, number, recipe = source.config, layer.number, job.recipe
-    weights = runnable(layer, device=device)
+    weights = runnable(layer, place.dtype, place.device)
     guidance = job.guidance[number] if number < len(job.guidance) else None
-    statistics = Statistics(gram_paths(recipe, number, config), guidance)
-    forward(
-        config, weights, job.states, statistics, range(held_out.start),
-        lambda _, output: check_finite(number, output),
-    )  # fmt: skip
-    plan = plan_layer(layer, weights, statistics, recipe, config)
+    statistics = Statistics(gram_paths(recipe, number, config), guidance, ranks=place.ranks)
+    with job.stage("statistics", place):
+        forward(
+            config, weights, job.states, statistics, range(held_out.start),
+            lambda _, output: check_finite(number, output),
+        )  # fmt: skip
+    with job.stage("round", place):
+        statistics.complete()
+        plan = plan_layer(layer, weights, statistics, recipe, config)
+        statistics.release()
     errors = HeldOutErrors(
-        {p: {m: c.weight(m) for m in c.codes} for p, c in plan.candidates.items()},
+        {path: c.to_measure(place.dtype) for path, c in plan.candidates.items()},
         {path: c.activation() for path, c in plan.candidates.items()},
         guidance,
     )
-    outputs = torch.empty_like(job.states.hidden[held_out.start : held_out.stop])
+    shape = (len(held_out), *job.states.hidden.shape[1:])
+    outputs = torch.empty(shape, dtype=torch.float32, device=place.device)
 
     def store(part: slice, output: LayerOutput) -> None:
         local = slice(part.start - held_out.start, part.stop - held_out.start)
         outputs[local] = output.hidden.view(outputs[local].shape)
 
-    forward(config, weights, job.states, errors, held_out, store)
-    quantized, methods = choose(layer, plan, errors)
-    matrices, experts = results(layer, plan, methods, errors, statistics, config)
-    matrices = with_weight_errors(matrices, layer, quantized)
+    with job.stage("held-out choice", place):
+        forward(config, weights, job.states, errors, held_out, store)
+        quantized, methods = choose(layer, plan, errors)
+        matrices, experts = results(layer, plan, methods, errors, statistics, config)
+        matrices = with_weight_errors(matrices, layer, quantized)
     kind = cast(Literal["dense", "moe", "mtp"], config.kind(number))
     indexer: Literal["full", "shared"] = "full" if config.full_indexer[number] else "shared"
     result = LayerResult(
@@ -276,7 +325,33 @@ def _quantize(
     return quantized, result, outputs
 
 
-class _UpdateError:
+Made = TypeVar("Made")
+
+
+def with_room(job: Job, number: int, make: Callable[[], Made]) -> Made:
+    """Returns make(); out of device memory, once more in chunks of half as many windows.
+
+    The smaller chunks stay, and the record says so. Raises UserError where one window is too much.
+    """
+    while True:
+        try:
+            return make()
+        except torch.OutOfMemoryError:
+            length = job.states.hidden.shape[1]
+            if job.states.windows_at_once == 1:
+                raise UserError(
+                    f"layer {number}: the device's memory is too small for {length} tokens",
+                    "give a smaller --sequence-length or a larger device",
+                ) from None
+        if torch.cuda.is_available():  # outside the handler, whose traceback holds tensors
+            torch.cuda.empty_cache()
+        job.states = job.states.halved()
+        tokens = job.states.windows_at_once * length
+        action = f"chunks of {tokens} tokens"
+        job.fallbacks.append(Fallback(number, "forward", "device out of memory", action))
+
+
+class UpdateError:
     """Sums |q - s| / |s - x| of a layer's update over held-out windows."""
 
     def __init__(self, before: Tensor, outputs: Tensor, first: int) -> None:
@@ -287,10 +362,11 @@ class _UpdateError:
         start = max(windows.start, self._first)
         if start >= windows.stop:
             return
+        device = output.hidden.device
         after = output.hidden.view(windows.stop - windows.start, *self._before.shape[1:])
-        reference = self._outputs[start - self._first : windows.stop - self._first]
+        reference = self._outputs[start - self._first : windows.stop - self._first].to(device)
         difference = after[start - windows.start :] - reference
-        update = reference - self._before[start : windows.stop]
+        update = reference - self._before[start : windows.stop].to(device)
         self._squares[0] += difference.double().square().sum().cpu()
         self._squares[1] += update.double().square().sum().cpu()
 

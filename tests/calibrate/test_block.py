@@ -70,7 +70,7 @@ def test_chunked_equals_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     checkpoint = open_checkpoint(small.write_checkpoint(tmp_path, small.GLM52, dtype=torch.float32))
     tokens = torch.randint(0, 256, (3, LENGTH), generator=torch.Generator().manual_seed(1))
     whole = forward_layers(checkpoint, tokens)[-1]
-    monkeypatch.setattr("calibrate.run.CHUNK_TOKENS", LENGTH)
+    monkeypatch.setattr("calibrate.states.CHUNK_TOKENS", LENGTH)
     monkeypatch.setattr("fused_ops.chunk.CPU_ELEMENTS", 32 * LENGTH * 7)  # seven queries
     chunked = forward_layers(checkpoint, tokens)[-1]
     assert float((whole - chunked).abs().max()) < 1e-5

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from calibrate.methods import Candidates, LayerPlan, _candidates, choose
+from calibrate.candidates import Candidates, LayerPlan, find_candidates
+from calibrate.methods import choose
 from calibrate.observe import HeldOutErrors, Moments
 from glm5q import names, quant
 from glm5q.layer import Codes, Layer
@@ -32,7 +33,7 @@ def problem() -> tuple[torch.Tensor, Moments]:
 
 def test_candidates_get_better_each_on_its_own_scale() -> None:
     weight, moments = problem()
-    found = _candidates(1, names.GATE_UP, weight, moments, PLAN, LayerPlan(descent=3))
+    found = find_candidates(1, names.GATE_UP, weight, moments, PLAN, LayerPlan(descent=3))
     assert moments.gram is not None
     errors = []
     for method in ("rtn", "gptq", "descent"):

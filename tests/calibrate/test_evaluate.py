@@ -147,7 +147,7 @@ def test_recall_of_attention_mass(source: Checkpoint, tokens: torch.Tensor) -> N
 def test_observers_know_where_they_are(
     source: Checkpoint, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("calibrate.run.CHUNK_TOKENS", LENGTH)
+    monkeypatch.setattr("calibrate.states.CHUNK_TOKENS", LENGTH)
     starts: list[int] = []
 
     class Starts(Observer):
@@ -186,7 +186,7 @@ def test_recall_does_not_depend_on_chunks(
 ) -> None:
     found = []
     for chunk in (LENGTH, 8192):
-        monkeypatch.setattr("calibrate.run.CHUNK_TOKENS", chunk)
+        monkeypatch.setattr("calibrate.states.CHUNK_TOKENS", chunk)
         recall = selection.Recall(LENGTH, [4, 16])
         run.forward(source.config, runnable(source.layer(0)), run.embed(source, tokens), recall)
         found.append(torch.cat(recall.mass))

@@ -120,7 +120,7 @@ def test_guidance_reaches_the_statistics(
     glm5: Path, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows come with the stream's own token numbers, over several windows and chunks."""
-    monkeypatch.setattr("calibrate.run.CHUNK_TOKENS", 3 * LENGTH)
+    monkeypatch.setattr("calibrate.states.CHUNK_TOKENS", 3 * LENGTH)
     from calibrate.guidance import Guidance
 
     asked: list[Tensor] = []

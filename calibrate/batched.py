@@ -1,0 +1,296 @@
+"""Many matrices rounded at once on a GPU: the same methods as rtn, gptq and descent, in blocks.
+
+Between blocks of columns go batched products of bfloat16 with float32 sums; within a block one
+Triton kernel walks the columns for all rows of all matrices. Differs from the loops of gptq.py and
+descent.py in the order of sums and, between blocks, in bfloat16 operands; a descent round refits a
+group's scale as it leaves the group instead of after all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from calibrate.descent import DAMPING
+from calibrate.gptq import DAMPING_STEPS, GptqResult
+from glm5q import quant
+from glm5q.types import IntScheme
+from recipes.schema import Clip
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+BLOCK = 128  # columns a kernel walks; one group of the usual int4 grid
+MICRO = 16  # of them held in registers; 32 take a minute to compile
+ROWS = 256  # rows a program walks
+REFIT_ROWS = 32
+SEARCH_TILE = 4096  # weights a clip search program holds
+ROUND_DOT, MOVE_DOT = "tf32x3", "tf32"  # a move is a few bits times a scale: exact in tf32
+
+
+def fits(weight: Tensor, scheme: IntScheme) -> bool:
+    """Whether the kernels can round weight [stack, out, in] on this scheme's grid."""
+    width = quant.group_columns(weight.shape[-1], scheme.group_size)
+    aligned = weight.shape[-1] % BLOCK == 0 and width in (BLOCK, weight.shape[-1])
+    return weight.is_cuda and aligned and find_spec("triton") is not None
+
+
+def search_scale(weight: Tensor, square: Tensor, scheme: IntScheme, clip: Clip) -> Tensor:
+    """rtn.search_scale with scales [stack, groups, out]: a column's rows are neighbours."""
+    stack, rows, columns = weight.shape
+    width = quant.group_columns(columns, scheme.group_size)
+    groups = columns // width
+    span = 1 << (width - 1).bit_length()
+    height = max(1, SEARCH_TILE // span)
+    scales = torch.empty((stack, groups, rows), dtype=torch.float32, device=weight.device)
+    shares = torch.linspace(1.0, clip.lowest, clip.steps).to(weight.device)
+    _kernels().search_clip[(-(-rows // height), groups, stack)](
+        weight.contiguous(), square.float().contiguous(), shares, scales, rows, columns,
+        STEPS=clip.steps, REACH=7.5 if scheme.bits == 4 else 127.0,
+        **_grid(scheme), BFLOAT16=scheme.scale_dtype == "bfloat16",
+        WIDTH=width, SPAN=span, ROWS=height,
+    )  # fmt: skip
+    return scales
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A stack being rounded, transposed: `weight` [stack, in, out], `scales` [stack, groups, out].
+
+    `gram` float32 [stack, in, in] is the mean of x' x.
+    """
+
+    weight: Tensor
+    scales: Tensor
+    gram: Tensor
+    scheme: IntScheme
+
+    @property
+    def width(self) -> int:
+        return quant.group_columns(self.weight.shape[1], self.scheme.group_size)
+
+    def launch(self, kernel: Any, height: int, *arguments: Any, **constants: Any) -> None:
+        """Starts `kernel` on every row of every matrix, `height` rows a program."""
+        stack, columns, rows = self.weight.shape
+        sizes = (rows, columns, self.scales.shape[1])
+        before, start = arguments[:-1], arguments[-1]
+        kernel[(-(-rows // height), stack)](
+            *before, *sizes, start, BLOCK=BLOCK, ROWS=height, **constants
+        )
+
+
+@dataclass(frozen=True)
+class Factored:
+    """What GPTQ needs of a stack's Grams: `gram` itself, the columns' order, M of gptq._feedback.
+
+    `feedback` [stack, in, in] in the products' dtype, `corner` its diagonal blocks in float32;
+    `failed` bool [stack] where there was no factor.
+    """
+
+    gram: Tensor
+    order: Tensor
+    feedback: Tensor
+    corner: Tensor
+    mean: Tensor
+    failed: Tensor
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Says that `stream` uses what another one made."""
+        for tensor in vars(self).values():
+            tensor.record_stream(stream)
+
+
+def factor(gram: Tensor, damping: float, act_order: bool) -> Factored:
+    """Factors the Grams [stack, in, in] without waiting for the device.
+
+    One matrix at a time: the library's batched factorisation of 6144 columns took 1.7 times as long
+    a matrix as its single one, and a blocked one of our own as long (H200, CUDA 13.0).
+    """
+    stack, columns, _ = gram.shape
+    mean = gram.diagonal(dim1=1, dim2=2).mean(-1)
+    found = Factored(
+        gram,
+        _order(gram, act_order),
+        torch.empty_like(gram, dtype=_operand(gram)),
+        gram.new_empty((stack, columns // BLOCK, BLOCK, BLOCK)),
+        torch.where(mean > 0, mean, torch.ones_like(mean)),
+        torch.zeros(stack, dtype=torch.bool, device=gram.device),
+    )
+    for index in range(stack):
+        found.failed[index] = _factor(found, index, damping * found.mean[index])
+    return found
+
+
+def gptq(problem: Problem, damping: float, factored: Factored) -> GptqResult:
+    """gptq.gptq; codes come back transposed, int8 [stack, in, out]."""
+    weight = problem.weight
+    stack, columns, rows = weight.shape
+    used = _escalate(factored, damping)
+    index = factored.order.unsqueeze(-1)
+    ordered = weight.gather(1, index.expand_as(weight))
+    group = (factored.order // problem.width).to(torch.int32)
+    errors = torch.empty_like(ordered, dtype=_operand(weight))
+    codes = torch.empty_like(ordered, dtype=torch.int8)
+    precise = weight.new_empty((stack, BLOCK, rows), dtype=torch.float32)
+    for start in range(0, columns, BLOCK):
+        before = factored.feedback[:, :start, start : start + BLOCK].transpose(1, 2)
+        fed = _product(before, errors[:, :start]) if start else torch.zeros_like(precise)
+        problem.launch(
+            _kernels().round_block, ROWS, fed, ordered, problem.scales, group,
+            factored.corner[:, start // BLOCK].contiguous(), errors, precise, codes, start,
+            **_grid(problem.scheme), MICRO=MICRO, DOT=ROUND_DOT,
+        )  # fmt: skip
+    unordered = torch.empty_like(codes)
+    unordered.scatter_(1, index.expand_as(codes), codes)
+    return GptqResult(unordered, used)
+
+
+def descend(problem: Problem, codes: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+    """descent.descend from transposed codes int8 [stack, in, out]; returns (codes, scales).
+
+    A round moves every code twice and refits every scale once, at two products of [out, in] with
+    [in, in] where a group is a block, four where it is a row.
+    """
+    gram = _damped(problem.gram, DAMPING).to(_operand(problem.weight))
+    moving = Problem(problem.weight, problem.scales.clone(), gram, problem.scheme)
+    codes = codes.clone()
+    difference = _difference(moving, codes)
+    grouped = moving.width == BLOCK
+    for _ in range(rounds):
+        for refit in (False, True):
+            _sweep(moving, codes, difference, refit and grouped)
+        if not grouped:
+            _refit_rows(moving, codes, difference)
+    return codes, moving.scales
+
+
+def _sweep(problem: Problem, codes: Tensor, difference: Tensor, refit: bool) -> None:
+    """One pass over all columns, in place: moves, and scales if `refit`."""
+    stack, columns, rows = problem.weight.shape
+    local, changes = problem.weight.new_empty((2, stack, BLOCK, rows), dtype=torch.float32)
+    kernels = _kernels()
+    for start in range(0, columns, BLOCK):
+        if start % (2 * BLOCK) == 0:  # twice the columns a product: the GPU reads `difference` half
+            both = _product(problem.gram[:, start : start + 2 * BLOCK], difference)
+            gradient = both[:, :BLOCK]
+        else:
+            pairs = problem.gram[:, start : start + BLOCK, start - BLOCK : start]
+            gradient = both[:, BLOCK:].add_(_product(pairs, changes.to(pairs.dtype)))
+        common = (
+            gradient.stride(0),
+            problem.weight,
+            problem.scales,
+            problem.gram,
+            difference,
+            codes,
+            start,
+        )
+        problem.launch(
+            kernels.move_block, ROWS, gradient, local, changes, *common,
+            **_grid(problem.scheme), WIDTH=problem.width, MICRO=MICRO, DOT=MOVE_DOT,
+        )  # fmt: skip
+        if refit:
+            problem.launch(
+                kernels.refit_block, REFIT_ROWS, gradient, changes, *common,
+                BFLOAT16=problem.scheme.scale_dtype == "bfloat16", DOT=MOVE_DOT,
+            )  # fmt: skip
+
+
+def _refit_rows(problem: Problem, codes: Tensor, difference: Tensor) -> None:
+    """Scales of whole rows to their least-squares value, in place."""
+    slope = torch.zeros_like(problem.scales[:, 0])
+    curvature = torch.zeros_like(slope)
+    values = codes.to(_operand(problem.weight))
+    for start in range(0, codes.shape[1], BLOCK):
+        part = slice(start, start + BLOCK)
+        q = codes[:, part].float()
+        slope += (_product(problem.gram[:, part], difference) * q).sum(1)
+        curvature += (_product(problem.gram[:, part], values) * q).sum(1)
+    scale = problem.scales[:, 0]
+    wanted = scale - slope / curvature.clamp(min=1e-30)
+    change = quant.round_scale(wanted.clamp(min=0), problem.scheme) - scale
+    gain = 2 * change * slope + change.square() * curvature
+    problem.scales[:, 0] = torch.where((gain < 0) & (wanted > 0), scale + change, scale)
+    difference.copy_(_difference(problem, codes))
+
+
+def _difference(problem: Problem, codes: Tensor) -> Tensor:
+    """Rounded less the weight [stack, in, out], in the products' dtype, a matrix at a time."""
+    difference = torch.empty_like(problem.weight, dtype=_operand(problem.weight))
+    for one, code, scale, weight in zip(
+        difference, codes, problem.scales, problem.weight, strict=True
+    ):
+        rounded = code.float().unflatten(0, (scale.shape[0], -1)) * scale.unsqueeze(1)
+        one.copy_(rounded.flatten(0, 1) - weight)
+    return difference
+
+
+def _order(gram: Tensor, act_order: bool) -> Tensor:
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    if act_order:
+        return diagonal.argsort(dim=-1, descending=True, stable=True)
+    return torch.arange(gram.shape[-1], device=gram.device).expand(diagonal.shape)
+
+
+def _escalate(factored: Factored, damping: float) -> Tensor:
+    """Factors again, with more damping, what failed; returns the damping used [stack]."""
+    used = torch.full_like(factored.mean, damping)
+    for index in factored.failed.nonzero().flatten().tolist():
+        for _ in range(DAMPING_STEPS - 1):
+            used[index] *= 10
+            if not bool(_factor(factored, index, used[index] * factored.mean[index])):
+                break
+        else:
+            used[index] = torch.nan
+            factored.feedback[index] = torch.eye(factored.gram.shape[1], device=used.device)
+            factored.corner[index] = torch.eye(BLOCK, device=used.device)
+    return used
+
+
+def _factor(factored: Factored, index: int, ridge: Tensor) -> Tensor:
+    """Writes one matrix's M; returns whether factorising failed, a bool tensor."""
+    backward = factored.order[index].flip(0)
+    damped = factored.gram[index].index_select(0, backward).index_select(1, backward)
+    damped.diagonal().add_(ridge)
+    lower, info = torch.linalg.cholesky_ex(damped)
+    # M = U diag(U)^-1 with U the reversed lower factor: divide columns, then reverse.
+    lower = (lower / lower.diagonal()).flip((0, 1))
+    factored.feedback[index] = lower
+    blocks = lower.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    factored.corner[index] = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    failed: Tensor = (info != 0) | ~torch.isfinite(lower.sum())
+    return failed
+
+
+def _damped(gram: Tensor, share: float) -> Tensor:
+    mean = gram.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True).clamp(min=1e-30)
+    damped = gram.clone()
+    damped.diagonal(dim1=1, dim2=2).add_(share * mean)
+    return damped
+
+
+def _operand(tensor: Tensor) -> torch.dtype:
+    """What products between blocks take: bfloat16 on a GPU; a CPU has no use for it."""
+    return torch.bfloat16 if tensor.is_cuda else torch.float32
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Batched product with float32 sums."""
+    if left.dtype == torch.float32:
+        return torch.bmm(left, right)
+    return torch.bmm(left, right, out_dtype=torch.float32)
+
+
+def _grid(scheme: IntScheme) -> dict[str, int]:
+    return {"LOW": scheme.code_min, "HIGH": scheme.code_max}
+
+
+def _kernels() -> ModuleType:
+    """Triton is imported on use: it is not needed on a CPU."""
+    from calibrate import kernels
+
+    return kernels

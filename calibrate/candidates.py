@@ -1,0 +1,256 @@
+"""Candidates for a matrix or stack: what was tried in bounded memory, and what went otherwise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from calibrate import batched
+from calibrate.descent import descend
+from calibrate.gptq import blend, gptq, layer_mean, pooled_share
+from calibrate.observe import Moments
+from calibrate.ranks import ALONE, Ranks
+from calibrate.rtn import rtn, search_scale
+from glm5q import quant
+from glm5q.layer import Codes
+from glm5q.types import (
+    ActivationGrid,
+    CodedScheme,
+    Fallback,
+)
+from recipes.schema import Gptq, Rtn
+
+STACK_ELEMENTS = 1 << 28  # weights of a stack worked on at once: 1 GB as float32
+DEVICE_STACK_ELEMENTS = 3 << 27  # on a GPU: 16 experts' gate and up fill an H200 once
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What was tried for one matrix: codes int8 [stack, out, in] by method, on one scale each.
+
+    `scales` float32 [stack, out, groups] by method. Later methods must beat the first to be taken.
+    `input_scale` is the static activation scale, for a scheme that has one.
+    """
+
+    scheme: CodedScheme
+    codes: dict[str, Tensor]
+    scales: dict[str, Tensor]
+    input_scale: float | None = None
+
+    def weight(self, method: str) -> Tensor:
+        return quant.dequantize(self.codes[method], self.scales[method])
+
+    def to_measure(self, dtype: torch.dtype) -> dict[str, Tensor | Codes]:
+        """Returns the candidates by method, dequantized unless that is for a part at a time."""
+        found: dict[str, Tensor | Codes] = {}
+        for method, codes in self.codes.items():
+            if codes.is_cuda and len(codes) > 1:
+                found[method] = self.taken(codes, self.scales[method])
+            else:
+                found[method] = self.weight(method).to(dtype)
+        return found
+
+    def taken(self, codes: Tensor, scale: Tensor) -> Codes:
+        return Codes(codes, scale, self.scheme, self.input_scale)
+
+    def activation(self) -> ActivationGrid | None:
+        """Returns the grid its input meets in deployment."""
+        method = next(iter(self.codes))
+        return self.taken(self.codes[method], self.scales[method]).activation()
+
+
+@dataclass
+class LayerPlan:
+    """Candidates of every matrix that gets codes, kept matrices, and what did not go as asked."""
+
+    descent: int  # rounds after GPTQ
+    candidates: dict[str, Candidates] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    fallbacks: list[Fallback] = field(default_factory=list)
+
+
+def find_candidates(
+    layer: int,
+    path: str,
+    stack: Tensor,
+    moments: Moments,
+    wanted: Rtn | Gptq,
+    plan: LayerPlan,
+    ranks: Ranks = ALONE,
+) -> Candidates:
+    """Works through this rank's part of a stack a few matrices at a time, in bounded memory."""
+    scheme = wanted.scheme()
+    second_order = isinstance(wanted, Gptq)
+    methods = ["rtn", *(["gptq"] if second_order else [])]
+    methods += ["descent"] if second_order and plan.descent else []
+    groups = stack.shape[-1] // quant.group_columns(stack.shape[-1], scheme.group_size)
+    codes = {m: torch.empty(stack.shape, dtype=torch.int8, device=stack.device) for m in methods}
+    scales = {m: stack.new_empty((*stack.shape[:2], groups), dtype=torch.float32) for m in methods}
+    damping = torch.zeros(stack.shape[0], device=stack.device)
+    layer_gram, share = None, None
+    if isinstance(wanted, Gptq):
+        layer_gram, share = layer_mean(moments, ranks), pooled_share(moments, wanted.pooling)
+        _report_pooling(layer, path, moments, share, plan)
+    parts = _parts(ranks.mine(stack.shape[0]), stack)
+    while parts:
+        try:
+            tries = _tries(stack, moments, layer_gram, share, wanted, plan.descent, parts)
+            for found, used in tries:
+                part = parts.pop(0)
+                damping[part] = used
+                for method, (method_codes, method_scale) in found.items():
+                    codes[method][part], scales[method][part] = method_codes, method_scale
+        except torch.OutOfMemoryError:
+            if parts[0].stop - parts[0].start == 1:
+                raise
+            parts = _halved(layer, path, parts, plan)
+        if parts and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    for tensor in (*codes.values(), *scales.values(), damping):
+        ranks.complete(tensor)
+    if isinstance(wanted, Gptq):
+        _report_damping(layer, path, damping, wanted.damping, plan)
+    return Candidates(scheme, codes, scales)
+
+
+Tried = dict[str, tuple[Tensor, Tensor]]  # by method: codes [part, out, in], scale
+
+
+def _parts(mine: range, stack: Tensor) -> list[slice]:
+    """Returns what is worked on at once of this rank's entries of a stack."""
+    elements = DEVICE_STACK_ELEMENTS if stack.is_cuda else STACK_ELEMENTS
+    step = max(1, elements // stack[0].numel())
+    return [slice(s, min(s + step, mine.stop)) for s in range(mine.start, mine.stop, step)]
+
+
+def _halved(layer: int, path: str, parts: list[slice], plan: LayerPlan) -> list[slice]:
+    """Returns the same entries in parts half as large, said in the record."""
+    step = -(-(parts[0].stop - parts[0].start) // 2)
+    action = f"{step} matrices rounded at once"
+    plan.fallbacks.append(Fallback(layer, path, "device out of memory", action))
+    first, last = parts[0].start, parts[-1].stop
+    return [slice(start, min(start + step, last)) for start in range(first, last, step)]
+
+
+def _tries(
+    stack: Tensor,
+    moments: Moments,
+    layer_gram: Tensor | None,
+    share: Tensor | None,
+    wanted: Rtn | Gptq,
+    descent: int,
+    parts: Sequence[slice],
+) -> Iterator[tuple[Tried, Tensor]]:
+    """Yields each part's candidates and the damping used.
+
+    On a GPU the next part's Grams are factored beside this part's rounding: factoring leaves most
+    of the chip idle.
+    """
+
+    parts = tuple(parts)
+
+    def gram(part: slice) -> Tensor | None:
+        if layer_gram is None or share is None:
+            return None
+        return blend(moments, part, layer_gram, share)
+
+    if not batched.fits(stack, wanted.scheme()):
+        for part in parts:
+            yield _try(stack[part], moments.square[part], gram(part), wanted, descent)
+        return
+    beside = torch.cuda.Stream(stack.device) if stack.is_cuda else None
+
+    def factored(part: slice) -> batched.Factored | None:
+        grams = gram(part)
+        if grams is None or not isinstance(wanted, Gptq):
+            return None
+        if beside is None:
+            return batched.factor(grams, wanted.damping, wanted.act_order)
+        beside.wait_stream(torch.cuda.current_stream())
+        grams.record_stream(beside)
+        with torch.cuda.stream(beside):
+            return batched.factor(grams, wanted.damping, wanted.act_order)
+
+    ahead = factored(parts[0]) if parts else None
+    for index, part in enumerate(parts):
+        if beside is not None and ahead is not None:
+            torch.cuda.current_stream().wait_stream(beside)
+            ahead.record(torch.cuda.current_stream())
+        current = ahead
+        ahead = factored(parts[index + 1]) if index + 1 < len(parts) else None
+        yield _try_batched(stack[part], moments.square[part], current, wanted, descent)
+
+
+def _try(
+    weight: Tensor, square: Tensor, gram: Tensor | None, wanted: Rtn | Gptq, descent: int
+) -> tuple[Tried, Tensor]:
+    """Returns the candidates of a part of a stack, and the damping used [part]."""
+    scheme = wanted.scheme()
+    square = square if gram is None else gram.diagonal(dim1=1, dim2=2)
+    scale = search_scale(weight, square, scheme, wanted.clip)
+    tried = {"rtn": (rtn(weight, scale, scheme), scale)}
+    if gram is None or not isinstance(wanted, Gptq):
+        return tried, torch.zeros(len(weight))
+    result = gptq(weight, scale, gram, scheme, wanted.damping, wanted.act_order)
+    tried["gptq"] = (result.codes, scale)
+    if descent:
+        tried["descent"] = descend(weight, result.codes, scale, gram, scheme, descent)
+    return tried, result.damping
+
+
+def _try_batched(
+    weight: Tensor,
+    square: Tensor,
+    factored: batched.Factored | None,
+    wanted: Rtn | Gptq,
+    descent: int,
+) -> tuple[Tried, Tensor]:
+    """As _try, all matrices of the part in one launch; theirs lie transposed in between."""
+    scheme = wanted.scheme()
+    square = square if factored is None else factored.gram.diagonal(dim1=1, dim2=2)
+    scales = batched.search_scale(weight, square, scheme, wanted.clip)
+    scale = scales.transpose(1, 2)
+    tried = {"rtn": (rtn(weight, scale, scheme), scale)}
+    if factored is None or not isinstance(wanted, Gptq):
+        return tried, torch.zeros(len(weight), device=weight.device)
+    transposed = weight.transpose(1, 2).contiguous()
+    problem = batched.Problem(transposed, scales, factored.gram, scheme)
+    result = batched.gptq(problem, wanted.damping, factored)
+    tried["gptq"] = (result.codes.transpose(1, 2), scale)
+    if descent:
+        codes, refitted = batched.descend(problem, result.codes, descent)
+        tried["descent"] = (codes.transpose(1, 2), refitted.transpose(1, 2))
+    return tried, result.damping
+
+
+def _report_pooling(
+    layer: int, path: str, moments: Moments, share: Tensor, plan: LayerPlan
+) -> None:
+    for expert, part in enumerate(share.tolist()):
+        if part >= 0.5:
+            tokens = int(moments.tokens[expert])
+            plan.fallbacks.append(
+                Fallback(
+                    layer,
+                    path,
+                    f"only {tokens} calibration tokens",
+                    f"{part:.0%} of its Gram is the layer's",
+                    expert,
+                )
+            )
+
+
+def _report_damping(layer: int, path: str, used: Tensor, asked: float, plan: LayerPlan) -> None:
+    for index, value in enumerate(used.tolist()):
+        if math.isnan(value):
+            action = "plain rounding"
+        elif value > asked * 1.5:
+            action = f"damping {value:g}"
+        else:
+            continue
+        reason = "Gram not positive definite"
+        plan.fallbacks.append(Fallback(layer, path, reason, action, index))

@@ -1,0 +1,288 @@
+"""`glm5q bench-calibrate`: the real calibration code on one random layer of a release's shape.
+
+What is random: weights, hidden states with outlier channels, and a router that likes some experts
+more. Times and memory mean what they say; accuracy on such a layer means nothing and is not shown.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calibrate import run
+from glm5q import names, releases
+from glm5q.config import ModelConfig, parse_config, read_config
+from glm5q.errors import UserError
+from glm5q.layer import Layer
+from glm5q.pipeline import describe
+from glm5q.pipeline.common import check_device, embedded_checkpoint
+from glm5q.pipeline.layer_floor import Ceilings, Work, floors, measure
+from glm5q.types import Role
+from glm5q.writer import Shard, Writer, open_writer
+from recipes import schema
+
+SHAPES = (*releases.NAMES, "embedded")
+OUTLIERS = 8  # channels of thirty times the others' size, as models of this kind have
+OUTLIER = 30.0
+SKEW = 0.02  # spread of the router's bias: an expert in twenty sees a third of the mean's tokens
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What `glm5q bench-calibrate` was asked for; `disk_bytes_s` is what storage gives."""
+
+    shape: str = "glm-5"
+    tokens: int = 1 << 20
+    sequence_length: int = 2048
+    experts: int | None = None
+    recipe: str = "h200"
+    effort: schema.Effort = "fast"
+    device: str = "cpu"
+    disk_bytes_s: float = 7e9
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """A stage's seconds, and the least a machine of these ceilings could take."""
+
+    stage: str
+    time_s: float
+    floor_s: float
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """One layer's calibration. Memory in bytes; `host_bytes` without the hidden states' own."""
+
+    shape: str
+    device: str
+    machine: dict[str, Any]
+    experts: int
+    tokens: int
+    sequence_length: int
+    recipe: str
+    effort: str
+    stages: tuple[StageTime, ...]
+    ceilings: Ceilings
+    device_bytes: int | None
+    host_bytes: int
+    hidden_bytes: int
+    expert_tokens: tuple[int, int, int]  # least, median, most
+    fallbacks: tuple[str, ...]
+    layers: int
+    disk_bytes_s: float
+    read_bytes: int
+    written_bytes: int
+
+    @property
+    def layer_s(self) -> float:
+        return sum(stage.time_s for stage in self.stages)
+
+    @property
+    def floor_s(self) -> float:
+        return sum(stage.floor_s for stage in self.stages)
+
+    @property
+    def disk_s(self) -> float:
+        """Seconds a layer's bytes take to be read and written."""
+        return (self.read_bytes + self.written_bytes) / self.disk_bytes_s
+
+    @property
+    def total_s(self) -> float:
+        """Projected seconds of all MoE layers: reading and computing go on together."""
+        return self.layers * max(self.layer_s, self.disk_s)
+
+    def as_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        for key in ("layer_s", "floor_s", "disk_s", "total_s"):
+            found[key] = getattr(self, key)
+        return found
+
+    def lines(self) -> list[str]:
+        """What is printed: a stage a line against its floor, memory, the projection."""
+        lines = [
+            f"{self.shape}, one MoE layer of {self.experts} experts, {self.tokens:,} tokens in "
+            f"windows of {self.sequence_length}, {self.recipe} {self.effort}, on {self.device}",
+            f"{'stage':<18}{'seconds':>9}{'floor':>9}{'ratio':>7}",
+        ]
+        for stage in (*self.stages, StageTime("sum", self.layer_s, self.floor_s)):
+            ratio = f"{stage.time_s / stage.floor_s:7.1f}" if stage.floor_s else f"{'-':>7}"
+            lines.append(f"{stage.stage:<18}{stage.time_s:9.3f}{stage.floor_s:9.3f}{ratio}")
+        if self.device_bytes is not None:
+            lines.append(f"peak device memory {self.device_bytes / 1e9:.1f} GB")
+        lines += [
+            f"peak host memory {self.host_bytes / 1e9:.1f} GB beside {self.hidden_bytes / 1e9:.1f} "
+            "GB of hidden states",
+            "tokens an expert: least {:,}, median {:,}, most {:,}".format(*self.expert_tokens),
+            f"projected, {self.layers} MoE layers: {self.layers * self.layer_s / 60:.1f} min of "
+            f"computing, {self.layers * self.disk_s / 60:.1f} min of disk at "
+            f"{self.disk_bytes_s / 1e9:g} GB/s, together {self.total_s / 60:.1f} min",
+        ]
+        return lines + [f"not as asked: {fallback}" for fallback in self.fallbacks]
+
+
+def bench_calibrate(options: BenchOptions) -> BenchResult:
+    """Calibrates and quantizes one random MoE layer, the stages timed with the device's work."""
+    check_device(options.device)
+    config = _config(options)
+    windows = options.tokens // options.sequence_length
+    if windows < 2:
+        raise UserError(
+            f"--tokens {options.tokens}: under two windows of {options.sequence_length}",
+            "give more, or a smaller --sequence-length",
+        )
+    recipe = schema.load(options.recipe).model_copy(update={"effort": options.effort})
+    number = config.moe.index(True)
+    made = _Made(config, options.device, options.seed)
+    layer = made.layer(number)
+    held_out = max(1, round(recipe.calibration.held_out * windows))
+    place = run.Place(options.device)
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "out"
+        writer = _Counts(output, 1) if place.on_gpu else open_writer(output, number + 2, {})
+        job = run.Job(recipe, writer, made.states(windows, options.sequence_length))
+        for _ in range(2 if place.on_gpu else 1):  # a GPU's first compiles and takes memory
+            job.stage_s.clear()
+            if place.on_gpu:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            run.one_layer(made, layer, job, held_out, time.perf_counter(), place)
+        job.close()
+    return _result(options, config, job, layer, held_out)
+
+
+def _config(options: BenchOptions) -> ModelConfig:
+    if options.shape == "embedded":
+        raw = read_config(embedded_checkpoint())[1]
+    elif options.shape in releases.NAMES:
+        raw = releases.raw_config(options.shape)
+    else:
+        raise UserError(f"--shape {options.shape}: no such shape", f"give {', '.join(SHAPES)}")
+    if options.experts is not None:
+        raw = raw | {"n_routed_experts": options.experts}
+        if options.experts < raw["num_experts_per_tok"]:
+            raise UserError(
+                f"--experts {options.experts}: a token has {raw['num_experts_per_tok']}",
+                "give at least as many",
+            )
+    return parse_config(raw)
+
+
+class _Counts(Writer):
+    """A writer that only counts: on a GPU's machine no disk is waited for, so none is timed."""
+
+    def write(self, number: int, tensors: Mapping[str, Tensor]) -> Shard:
+        return Shard(self.name(number), "", {name: t.nbytes for name, t in tensors.items()}, {})
+
+    def done(self, _number: int) -> None:
+        return None
+
+    def commit(self, _number: int, shard: Shard, _result: dict[str, Any]) -> Shard:
+        return shard
+
+
+class _Made:
+    """A random source: one layer, its hidden states, and what the loop asks of a checkpoint."""
+
+    def __init__(self, config: ModelConfig, device: str, seed: int) -> None:
+        self.config, self.device = config, device
+        self._generator = torch.Generator(device=device).manual_seed(seed)
+        self._channels = torch.ones(config.hidden_size, device=device)
+        chosen = torch.randperm(config.hidden_size, device=device, generator=self._generator)
+        self._channels[chosen[:OUTLIERS]] = OUTLIER
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device=self.device)
+
+    def layer(self, number: int) -> Layer:
+        """bfloat16 matrices that keep activations near one."""
+        vectors = {path: torch.ones(n) for path, _, n in names.layer_vectors(self.config, number)}
+        for path, role, length in names.layer_vectors(self.config, number):
+            if path.endswith(".bias") or role is Role.ROUTER:
+                vectors[path] = (SKEW * self._random(length)).cpu()
+        vectors["post_attention_layernorm.weight"] = self._channels.cpu()
+        matrices: dict[str, Any] = {}
+        for module in names.layer_modules(self.config, number):
+            matrix = torch.empty(module.shape, dtype=torch.bfloat16, device=self.device)
+            for one in matrix if module.stacked else [matrix]:
+                one.copy_(self._random(*one.shape) * one.shape[-1] ** -0.5)
+            matrices[module.path] = matrix
+        return Layer(number, vectors, matrices)
+
+    def states(self, windows: int, length: int) -> run.States:
+        """Hidden states whose neighbouring features are alike, so that Grams are not diagonal."""
+        shape = (windows, length, self.config.hidden_size)
+        hidden = run.room(shape, self.device)
+        for window in hidden:
+            values = self._random(length, shape[2])
+            window.copy_(values + 0.5 * values.roll(1, 1) + 0.25 * values.roll(7, 1))
+        return run.on_gpu(hidden) if self.device.startswith("cuda") else run.States(hidden)
+
+    def layer_bytes(self, number: int) -> int:
+        sizes = (torch.Size(m.shape).numel() for m in names.layer_modules(self.config, number))
+        return 2 * sum(sizes)
+
+    def optional_layer_tensors(self, _number: int) -> dict[str, Tensor]:
+        return {}
+
+    def top_tensor(self, name: str) -> Tensor:
+        raise KeyError(name)  # only an MTP layer asks
+
+
+def _result(
+    options: BenchOptions, config: ModelConfig, job: run.Job, layer: Layer, held_out: int
+) -> BenchResult:
+    found = job.results[-1]
+    windows, length = job.states.hidden.shape[:2]
+    ceilings = measure(options.device)
+    work = Work(config, layer.number, windows * length, held_out * length, length, job.recipe)
+    least = floors(work, ceilings)
+    hidden = job.states.hidden.nbytes
+    seen = sorted(found.experts.tokens) if found.experts else [0]
+    on_gpu = options.device.startswith("cuda")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+    in_host = 2 * hidden if job.states.hidden.device.type == "cpu" else 0
+    return BenchResult(
+        shape=options.shape,
+        device=options.device,
+        machine=describe.machine(options.device).model_dump(mode="json"),
+        experts=config.n_routed_experts,
+        tokens=windows * length,
+        sequence_length=length,
+        recipe=job.recipe.name,
+        effort=job.recipe.effort,
+        stages=tuple(StageTime(s, t, least.get(s, 0.0)) for s, t in job.stage_s.items()),
+        ceilings=ceilings,
+        device_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
+        host_bytes=max(0, peak - in_host),
+        hidden_bytes=in_host,
+        expert_tokens=(seen[0], seen[len(seen) // 2], seen[-1]),
+        fallbacks=_grouped(found.fallbacks),
+        layers=sum(config.moe),
+        disk_bytes_s=options.disk_bytes_s,
+        read_bytes=found.source_bytes,
+        written_bytes=found.quantized_bytes,
+    )
+
+
+def _grouped(fallbacks: Any) -> tuple[str, ...]:
+    """One line a module and kind of thing that did not go as asked, with how often it was."""
+    counts: dict[str, int] = {}
+    for fallback in fallbacks:
+        kind = fallback.reason.split(" calibration tokens")[0]
+        kind = "few calibration tokens" if kind.startswith("only ") else kind
+        text = f"{fallback.module}: {kind}"
+        counts[text] = counts.get(text, 0) + 1
+    return tuple(f"{text}, {count} times" for text, count in counts.items())
