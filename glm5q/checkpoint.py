@@ -54,8 +54,11 @@ class Checkpoint:
         with Files() as files:
             return self._read(files, name)
 
-    def layer(self, number: int) -> Layer:
-        """Reads one layer; experts stacked, FP8 dequantized to float32 once, the rest as stored."""
+    def layer(self, number: int, pin: bool = False) -> Layer:
+        """Reads one layer; experts stacked, FP8 dequantized to float32 once, the rest as stored.
+
+        With `pin` the stacks lie in memory a GPU can copy from at full rate.
+        """
         prefix = names.layer_prefix(number)
         matrices: dict[str, Tensor | Codes] = {}
         with Files() as files:
@@ -65,7 +68,7 @@ class Checkpoint:
             }
             for module in names.layer_modules(self.config, number):
                 if module.stacked:
-                    matrices[module.path] = self._read_stack(files, number, module)
+                    matrices[module.path] = self._read_stack(files, number, module, pin)
                 else:
                     matrices[module.path] = self._read(files, f"{prefix}{module.path}.weight")
             scales = self._fp8_scales(files, number)
@@ -100,16 +103,18 @@ class Checkpoint:
         with Files() as files:
             return {name: self._read(files, name) for name in wanted}
 
-    def _read_stack(self, files: Files, number: int, module: names.Module) -> Tensor:
+    def _read_stack(self, files: Files, number: int, module: names.Module, pin: bool) -> Tensor:
         fused = names.layer_prefix(number) + module.path
         if fused in self.stored:
-            return self._read(files, fused)
+            whole = self._read(files, fused)
+            return whole.pin_memory() if pin else whole
         parts = names.stacked_parts(module.path)
         experts = range(module.shape[0])
         all_names = [[names.expert_name(number, e, p) + ".weight" for p in parts] for e in experts]
         found = {self.stored[name].dtype for mine in all_names for name in mine}
         plain = len(found) == 1 and FP8_DTYPE not in found
-        stack = torch.empty(module.shape, dtype=DTYPES[found.pop()] if plain else torch.float32)
+        dtype = DTYPES[found.pop()] if plain else torch.float32
+        stack = torch.empty(module.shape, dtype=dtype, pin_memory=pin)
         rows = module.shape[1] // len(parts)
         for expert, mine in enumerate(all_names):
             for part, name in enumerate(mine):

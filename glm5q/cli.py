@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,19 @@ class _Positive(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
         return number
+
+
+class _Tokens(click.ParamType[int]):
+    """A number of tokens, as 202752, 200k or 1m."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", str(value).lower().replace(",", ""))
+        count = float(found[1]) * {"": 1, "k": 1_000, "m": 1_000_000}[found[2]] if found else 0
+        if not 1 <= count <= 1e9 or count != int(count):
+            self.fail(f"{value} is no number of tokens, as 200k", param, ctx)
+        return int(count)
 
 
 class _Group(click.Group):
@@ -212,16 +226,19 @@ def export(checkpoint: Path, name: str, output: Path, **options: Any) -> None:
 @click.option(
     "--output", type=FOLDER, help="Page to write; default: report.html beside the record."
 )
+@click.option("--latency", type=FOLDER, help="A record of `glm5q bench` whose times to show.")
 @click.option("--card", is_flag=True, help="Print the Markdown model card instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
-def report(record: Path, output: Path | None, card: bool, as_json: bool) -> None:
+def report(
+    record: Path, output: Path | None, latency: Path | None, card: bool, as_json: bool
+) -> None:
     """Make the HTML page of RECORD (a report.json, or its folder)."""
     from glm5q import pipeline
 
     if card:
         click.echo(pipeline.model_card(record), nl=False)
         return
-    run, page = pipeline.render(record, output)
+    run, page = pipeline.render(record, output, latency)
     _show(run, as_json)
     if not as_json:
         _places(("report", page))
@@ -257,6 +274,131 @@ def compare(
     for breach in breaches:
         click.echo(f"glm5q: {breach}", err=True)
     sys.exit(1 if breaches else 0)
+
+
+@main.command()
+@click.argument("model", required=False)
+@click.option("--recipe", required=True, help="Name or YAML file.")
+@click.option("--chip", help="Target; default: the recipe's.")
+@click.option("--count", type=click.IntRange(min=1), help="Devices; default: one machine's.")
+@click.option("--context", type=_Tokens(), help="Tokens a request, as 200k; default: 200k.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--kv", type=click.Choice(["bf16", "fp8", "int8"]), default="bf16", show_default=True)
+@click.option("--mtp/--no-mtp", default=True, help="With the MTP layer's weights and caches.")
+@click.option(
+    "--reserve",
+    type=click.FloatRange(0, 0.9),
+    default=0.1,
+    show_default=True,
+    help="Share of a device's memory left to the runtime.",
+)
+@click.option(
+    "--disk",
+    "disk_bytes_s",
+    type=_Positive(),
+    default=2e9,
+    show_default=True,
+    help="Bytes a second, for calibration's time.",
+)
+@click.option("--markdown", is_flag=True, help="Print the layouts as Markdown.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def plan(model: str | None, markdown: bool, as_json: bool, **options: Any) -> None:
+    """Say what MODEL (a checkpoint's folder, glm-5, glm-5.1 or glm-5.2) needs on a chip."""
+    from glm5q import pipeline, plan_view
+    from glm5q.pipeline import plan_json
+
+    asked = pipeline.PlanOptions(model or str(pipeline.embedded_checkpoint()), **options)
+    found = pipeline.plan(asked)
+    if as_json:
+        click.echo(json.dumps(plan_json.as_json(found), indent=1))
+    elif markdown:
+        click.echo(plan_view.markdown(found), nl=False)
+    else:
+        plan_view.show(found, _console())
+
+
+@main.command()
+@click.argument("checkpoint", type=FOLDER, required=False)
+@click.option("--target", help="As recipes name it; default: what this machine is.")
+@click.option("--source", type=FOLDER, help="CHECKPOINT's source; default: its record's.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def doctor(checkpoint: Path | None, target: str | None, source: Path | None, as_json: bool) -> None:
+    """Say what this machine has, what a target lacks here, and the fix; exit 1 if it cannot run."""
+    from glm5q import doctor as doctoring
+
+    found = doctoring.doctor(target, checkpoint, source, Path.cwd())
+    click.echo(json.dumps(found.as_json(), indent=1) if as_json else "\n".join(found.lines()))
+    sys.exit(0 if found.ok else 1)
+
+
+@main.command()
+@click.option("--target", required=True, help="As recipes name it: cpu, h200, ascend-910c ...")
+@click.option("--recipe", help="Name or YAML file; its number formats are lowered.")
+@click.option("--output", type=FOLDER, help="New folder for PTX, cubin, IR or .so, and a manifest.")
+@click.option("--setup", is_flag=True, help="Ascend: install Huawei's open compilers first.")
+@click.option(
+    "--environment", type=FOLDER, help="Ascend: where they are; default: the user's cache."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def lower(as_json: bool, **options: Any) -> None:
+    """Say what runs each op on a target, and compile it ahead of time; exit 1 if one fails."""
+    from glm5q import pipeline
+
+    found = pipeline.lower(**options)
+    click.echo(json.dumps(found.as_json(), indent=1) if as_json else "\n".join(found.lines()))
+    sys.exit(0 if found.ok else 1)
+
+
+@main.command()
+@click.option("--target", default="cpu", show_default=True, help="What this machine is.")
+@click.option("--shape", default="glm-5", show_default=True, help="A release, or a checkpoint.")
+@click.option("--sweep", help="Batch sizes of the decode step, as batch=1,4,16,64.")
+@click.option("--context", help="Tokens of context, as 8k,64k,128k,200k.")
+@click.option("--ops", help="These ops alone, by name, with commas; no whole passes.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Calls of each; default: cpu 7, gpu 50.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default: torch's.")
+@click.option("--warm", is_flag=True, help="CPU: leave caches as they are between calls.")
+@click.option("--output", type=FOLDER, help="Folder for report.json and report.html.")
+@click.option("--check-only", is_flag=True, help="Run --impl through --op's test matrix instead.")
+@click.option("--impl", help="module:function with the reference's arguments, found from here.")
+@click.option("--op", help="The op that --impl implements.")
+@click.option("--device", default="cpu", show_default=True, help="Where --impl runs.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record, or the failures, as JSON.")
+def bench(
+    check_only: bool, impl: str | None, op: str | None, device: str, as_json: bool, **options: Any
+) -> None:
+    """Time ops and whole passes on this machine; or check an implementation of one's own."""
+    from glm5q import bench_view, pipeline, progress
+
+    if check_only or impl or op:
+        sys.exit(bench_view.checked(*pipeline.check_implementation(op, impl, device), as_json))
+    with progress.bar() as update:
+        run = pipeline.bench(pipeline.bench_options(**options), update)
+    click.echo(run.model_dump_json(indent=1) if as_json else "\n".join(bench_view.lines(run)))
+    if options["output"] is not None and not as_json:
+        _places(*((name, options["output"] / name) for name in ("report.json", "report.html")))
+    sys.exit(1 if any(row.problem for row in run.latency) else 0)
+
+
+@main.command()
+@click.option("--shape", default="glm-5", show_default=True, help="A release, or embedded.")
+@click.option("--tokens", type=click.IntRange(min=32), default=1 << 20, show_default=True)
+@click.option("--sequence-length", type=click.IntRange(min=16), default=2048, show_default=True)
+@click.option("--experts", type=click.IntRange(min=1), help="Default: the shape's.")
+@click.option("--recipe", default="h200", show_default=True, help="Name or YAML file.")
+@click.option("--effort", type=click.Choice(["fast", "best"]), default="fast", show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option(
+    "--disk-rate", "disk_bytes_s", type=_Positive(), default=7e9, show_default=True,
+    help="Bytes a second, for the projection.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def bench_calibrate(as_json: bool, **options: Any) -> None:
+    """Time the calibration of one random MoE layer of a release's shape against its floor."""
+    from glm5q import pipeline
+
+    found = pipeline.bench_calibrate(pipeline.BenchOptions(**options))
+    click.echo(json.dumps(found.as_json(), indent=1) if as_json else "\n".join(found.lines()))
 
 
 @main.group()

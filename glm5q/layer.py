@@ -49,6 +49,20 @@ class Layer:
     from_fp8: frozenset[str] = frozenset()
     fp8_scales: dict[str, Tensor] = field(default_factory=dict)
 
+    def to(self, device: torch.device | str) -> Layer:
+        """Returns the layer with its matrices on `device`, as they are."""
+        moved: dict[str, Tensor | Codes] = {}
+        for path, matrix in self.matrices.items():
+            if isinstance(matrix, Tensor):
+                moved[path] = matrix.to(device, non_blocking=True)
+            else:
+                moved[path] = replace(
+                    matrix, codes=matrix.codes.to(device), scale=matrix.scale.to(device)
+                )
+        if str(device).startswith("cuda"):
+            torch.cuda.synchronize()  # its host memory goes to the next layer
+        return replace(self, matrices=moved)
+
     def with_matrices(self, matrices: dict[str, Tensor | Codes]) -> Layer:
         return replace(self, matrices={**self.matrices, **matrices})
 
@@ -60,6 +74,16 @@ class Weights:
     vectors: dict[str, Tensor]
     matrices: dict[str, Tensor]
     activation: dict[str, ActivationGrid | None]
+
+
+def _dequantized(codes: Tensor, scale: Tensor, stored: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Codes times scale; on a GPU one matrix of a stack at a time, as float32 takes eight times."""
+    if not codes.is_cuda or codes.dim() < 3:
+        return quant.dequantize(codes, scale, stored).to(dtype)
+    values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    for value, code, step in zip(values, codes, scale, strict=True):
+        value.copy_(quant.dequantize(code, step, stored))
+    return values
 
 
 def runnable(
@@ -79,10 +103,9 @@ def runnable(
     for path, matrix in layer.matrices.items():
         activation[path] = None
         if isinstance(matrix, Codes):
-            values = quant.dequantize(
-                matrix.codes.to(device), matrix.scale.to(device), stored_dtype or dtype
+            matrices[path] = _dequantized(
+                matrix.codes.to(device), matrix.scale.to(device), stored_dtype or dtype, dtype
             )
-            matrices[path] = values.to(dtype)
             if quantize_activations:
                 activation[path] = matrix.activation()
         else:

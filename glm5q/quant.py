@@ -70,12 +70,23 @@ def pack_int4(codes: Tensor) -> Tensor:
     word are zero bits (compressed-tensors `pack-quantized`).
     """
     padding = -codes.shape[-1] % 8
+    if codes.is_cuda and not padding:
+        return _pack_words(codes)
     nibbles = torch.nn.functional.pad(codes.to(torch.int64) + 8, (0, padding)).unflatten(
         -1, (-1, 8)
     )
     shifts = torch.arange(0, 32, 4, device=codes.device)
     words = (nibbles << shifts).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def _pack_words(codes: Tensor) -> Tensor:
+    """pack_int4 without an int64 a code: a GPU's shift drops what leaves a word."""
+    nibbles = (codes + 8).unflatten(-1, (-1, 8))
+    words: Tensor = nibbles[..., 0].to(torch.int32)
+    for place in range(1, 8):
+        words |= nibbles[..., place].to(torch.int32) << (4 * place)
+    return words
 
 
 def unpack_int4(packed: Tensor, columns: int) -> Tensor:

@@ -23,15 +23,27 @@ class LayerSource(Protocol):
     def top_tensor(self, name: str) -> Tensor: ...
 
 
-def layers(read: Callable[[int], Layer], numbers: range) -> Iterator[Layer]:
-    """Yields read(n) for each n, one layer read ahead on a thread; at most two in memory."""
+def _as_it_is(layer: Layer) -> Layer:
+    return layer
+
+
+def layers(
+    read: Callable[[int], Layer],
+    numbers: range,
+    arrived: Callable[[Layer], Layer] = _as_it_is,
+) -> Iterator[Layer]:
+    """Yields read(n) for each n, one layer read ahead on a thread; at most two in memory.
+
+    `arrived` may move a layer elsewhere, before the next is read: then one is in memory here.
+    """
     if not numbers:
         return
     with ThreadPoolExecutor(max_workers=1) as pool:
         ahead = pool.submit(read, numbers[0])
         for following in numbers[1:]:
-            current = ahead.result()
+            current = arrived(ahead.result())
+            del ahead  # it holds the layer as it was read
             ahead = pool.submit(read, following)
             yield current
             del current
-        yield ahead.result()
+        yield arrived(ahead.result())

@@ -106,7 +106,8 @@ class MatrixResult:
 
     `error` is |q - s| / |s| of the outputs on held-out tokens, 0 if kept; with guidance the tokens
     weigh as it says. It chose between the candidates, so it is the least of a few.
-    `input_absmax` and `output_absmax` were observed with source weights on the calibration tokens.
+    `input_absmax` and `output_absmax` were observed with source weights on the calibration tokens,
+    None if no forward multiplies the matrix by itself (kv_b is absorbed, eh_proj runs before).
     `weight_error` is |dequantized - source| / |source| of the weights, which a reader can check.
     `input_p999` is the 99.9th percentile of |input|; `outlier_channels` of `input_channels` have a
     largest magnitude over ten times the median channel's.
@@ -118,8 +119,8 @@ class MatrixResult:
     method: str
     bits: float
     error: float
-    input_absmax: float
-    output_absmax: float
+    input_absmax: float | None
+    output_absmax: float | None
     matrices: int
     weight_error: float | None = None
     input_p999: float | None = None

@@ -62,9 +62,11 @@ def _bytes_table(label: str, sizes: dict[str, int], total: int, console: Console
 def recipe_list(recipes: Sequence[Recipe], console: Console) -> None:
     """Prints one line a recipe."""
     table = Table("recipe", "target", "engine", "experts", "checked", box=None)
+    table.columns[0].no_wrap = table.columns[1].no_wrap = True
     for recipe in recipes:
         experts = recipe.weights[Role.ROUTED_EXPERT].scheme().label()
-        cells = (recipe.name, recipe.target, recipe.engine, experts, recipe.verification)
+        checked = recipe.verification.partition(";")[0]
+        cells = (recipe.name, recipe.target, recipe.engine, experts, checked)
         table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
 

@@ -30,8 +30,10 @@ DEVICES = {"cpu": "cpu", "cuda": "cuda"}  # a kind of target -> torch's device
 class Timing:
     """One function at one shape. Seconds a call: median, least and most over `rounds` turns.
 
-    `cpu_s` is the median of this process's CPU seconds, all threads. `problem` is what is wrong
-    with its result; None if it stands and, unjudged, for plain torch.
+    `calls_s` are the turns' wall seconds in order. `cpu_s` is the median of this process's CPU
+    seconds, all threads. `bound` says whether the floor is memory's or compute's. `memory_bytes` is
+    what a call allocates at most on a GPU. `problem` is what is wrong with its result; None if it
+    stands and, unjudged, for plain torch.
     """
 
     op: str
@@ -48,6 +50,9 @@ class Timing:
     how: Literal["measured"]
     device: str
     problem: str | None
+    calls_s: tuple[float, ...] = ()
+    bound: Literal["memory", "compute"] | None = None
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,26 +93,33 @@ def bench(
     budget_s: float = 20.0,
     only: frozenset[str] | None = None,
     threads: int | None = None,
+    cold: bool = False,
+    chip: base.Target | None = None,
 ) -> Bench:
     """Returns timings of all that run `request` on `target`, plain torch among them.
 
     A function takes no further turns once its own calls have taken `budget_s`. `only` names the
-    functions to time, `threads` how many torch and ours use. Raises UserError for an unknown target
-    or op.
+    functions to time, `threads` how many torch and ours use; `cold` empties a CPU's caches before
+    each call, as a GPU's always are. `chip` stands for the target with this machine's figures.
+    Raises UserError for an unknown target or op.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        return _bench(target, request, rounds, budget_s, only)
+        return _bench(chip or base.load(target), request, rounds, budget_s, only, cold)
     finally:
         torch.set_num_threads(before)
 
 
 def _bench(
-    target: str, request: OpRequest, rounds: int, budget_s: float, only: frozenset[str] | None
+    chip: base.Target,
+    request: OpRequest,
+    rounds: int,
+    budget_s: float,
+    only: frozenset[str] | None,
+    cold: bool,
 ) -> Bench:
     load_average = os.getloadavg()[0]
-    chip = base.load(target)
     case: Case = import_module(load(request.op).cases).timed_case(request)
     device = DEVICES.get(chip.kind, "cpu")
     at_home = case.build()
@@ -125,14 +137,20 @@ def _bench(
             calls[name] = call
     problems: dict[str, str | None] = {}
     times: dict[str, list[tuple[float, float]]] = {}
+    memory: dict[str, int | None] = {}
     for name, call in calls.items():
-        result, first = timed(call, device)
+        before = _allocated(device)
+        result, first = timed(call, device, cold)
+        memory[name] = None if before is None else torch.cuda.max_memory_allocated() - before
         problems[name] = case.judge(at_home, on_cpu(result)).problem if name in judged else None
         times[name] = [first] if first[0] > budget_s else []
-    _take_turns(calls, times, rounds, budget_s, device)
+    _take_turns(calls, times, rounds, budget_s, device, cold)
     return Bench(
         request,
-        tuple(_timing(chip, request, name, times[name], problems[name]) for name in calls),
+        tuple(
+            _timing(chip, request, name, times[name], problems[name], memory[name])
+            for name in calls
+        ),
         tuple(refused),
         load_average,
         torch.get_num_threads(),
@@ -155,13 +173,14 @@ def _take_turns(
     rounds: int,
     budget_s: float,
     device: str,
+    cold: bool,
 ) -> None:
     names = list(calls)
     for turn in range(rounds):
         start = turn % len(names)
         for name in names[start:] + names[:start]:
             if sum(wall for wall, _ in times[name]) < budget_s:
-                times[name].append(timed(calls[name], device)[1])
+                times[name].append(timed(calls[name], device, cold)[1])
 
 
 def _timing(
@@ -170,8 +189,10 @@ def _timing(
     name: str,
     times: list[tuple[float, float]],
     problem: str | None,
+    memory_bytes: int | None,
 ) -> Timing:
     wall = [seconds for seconds, _ in times]
+    floor_s, bound = _floor(chip, request)
     return Timing(
         op=request.op,
         implementation=name,
@@ -183,17 +204,32 @@ def _timing(
         high_s=max(wall),
         cpu_s=statistics.median(cpu for _, cpu in times),
         rounds=len(times),
-        floor_s=_floor_s(chip, request),
+        floor_s=floor_s,
         how="measured",
         device=describe(DEVICES.get(chip.kind, "cpu")),
         problem=problem,
+        calls_s=tuple(wall),
+        bound=bound,
+        memory_bytes=memory_bytes,
     )
 
 
-def _floor_s(chip: base.Target, request: OpRequest) -> float | None:
-    """The op's floor where the target's peak and bandwidth are known; a CPU's are not."""
+def _allocated(device: str) -> int | None:
+    """Bytes that torch holds on a GPU now, its peak forgotten."""
+    if device != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _floor(
+    chip: base.Target, request: OpRequest
+) -> tuple[float | None, Literal["memory", "compute"] | None]:
+    """The op's floor, and what sets it, where the target's peak and bandwidth are known."""
     weights = request.dtype.split("+")[-1]
     peak, bandwidth = chip.peak_ops_s.get(weights), chip.bandwidth_bytes_s
     if peak is None or peak.value is None or bandwidth.value is None:
-        return None
-    return cost(request).floor_s(peak.value, bandwidth.value)
+        return None, None
+    needed = cost(request)
+    memory = needed.bytes / bandwidth.value >= needed.flop / peak.value
+    return needed.floor_s(peak.value, bandwidth.value), "memory" if memory else "compute"

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fused_ops import npu_support
+from targets.ascend import environment
 from tests import small
+from tests.fused_ops import npu_wheel
+
+ASCEND = Path(__file__).parents[1] / "build" / "ascend"  # where `make test-ascend` puts compilers
 
 # One thread a test process: tests are small, and `make test` runs several processes.
 torch.set_num_threads(1)
@@ -16,8 +21,12 @@ torch.set_num_threads(1)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("not run: no NVIDIA GPU here")
-    if item.get_closest_marker("npu"):
-        pytest.importorskip("torch_npu", reason="not run: no torch_npu here")
+    if item.get_closest_marker("npu") and (why := npu_support.no_npu()):
+        pytest.skip(f"not run: {why}")
+    if item.get_closest_marker("ascend") and (lacking := environment.missing(ASCEND)):
+        pytest.skip(f"not run: {lacking[0]}")
+    if item.get_closest_marker("torch_npu_wheel") and (why := npu_wheel.absent()):
+        pytest.skip(f"not run: {why}")
 
 
 @pytest.fixture(scope="session")

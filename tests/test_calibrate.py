@@ -253,3 +253,16 @@ def test_options_are_frozen_into_the_record(finished: pipeline.Finished) -> None
     assert run_record.size is not None
     on_disk = sum(f.stat().st_size for f in finished.checkpoint.glob("*.safetensors"))
     assert 0 <= on_disk - run_record.size.quantized_bytes < 0.2 * on_disk  # headers of small shards
+
+
+def test_what_no_token_met_has_no_range(finished: pipeline.Finished) -> None:
+    """kv_b is absorbed and eh_proj runs before the layer: never observed, which zero would hide."""
+    matrices = [matrix for layer in finished.run.layers for matrix in layer.matrices]
+    unseen = {matrix.role for matrix in matrices if matrix.input_absmax is None}
+    assert unseen == {"kv_b", "mtp_projection"}
+    for matrix in matrices:
+        ranges = (matrix.input_absmax, matrix.output_absmax, matrix.input_p999)
+        if matrix.role in unseen:
+            assert (*ranges, matrix.outlier_channels) == (None,) * 4
+        else:
+            assert all(value is not None and value > 0 for value in ranges), matrix.module

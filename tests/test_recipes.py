@@ -109,7 +109,9 @@ def test_every_misspelt_key_is_refused(name: str) -> None:
                 refusal(raw)
 
 
-OPTIONAL = {("dtype",), ("overflow",), ("overrides",), ("effort",), ("mtp_embeddings",)}
+OPTIONAL = {
+    ("dtype",), ("overflow",), ("overrides",), ("effort",), ("mtp_embeddings",), ("tiles",)
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -288,3 +290,18 @@ def test_formats_that_the_chip_does_not_multiply(tmp_path: Path) -> None:
     refused("recipes", "validate", tmp_path / "own.yaml", says=("fp8",))
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(raw | {"target": "h2000"}))
     refused("recipes", "validate", tmp_path / "own.yaml", says=("h2000",))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dense": {"N": 64}}, "tiles.dense: no such op"),
+        ({"select_topk": {"N": 2048, "K": 64}}, "tiles.select_topk.K: unknown"),
+        ({"select_topk": {"N": 1000}}, "tiles.select_topk.N: 1000; give a power of two"),
+        ({"select_topk": {"N": 0}}, "tiles.select_topk.N"),
+    ],
+)
+def test_tiles_name_an_op_and_its_constants(change: dict[str, Any], says: str) -> None:
+    raw = shipped_raw("atlas-800t-a3")
+    raw["tiles"] |= change
+    assert says in refusal(raw)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from glm5q.config import ModelConfig
 from glm5q.formats.base import Assignments, Options, claims
-from glm5q.types import KeepScheme
+from glm5q.types import IntScheme, KeepScheme
 
 
 @dataclass(frozen=True)
@@ -54,25 +55,60 @@ _SGLANG_NPU = Serving(
     "python -m sglang.launch_server --model-path . --device npu --attention-backend ascend "
     "--quantization modelslim --tp 16",
 )
+_VLLM_GPU = Serving("vLLM", "0.33.0", "vllm serve . --tensor-parallel-size 8{mtp}")
+_NOT_TRIED = "The vendor's own plugin for vLLM, of which no version was tried with this checkpoint."
+_PLUGIN_COMMAND = "vllm serve . --tensor-parallel-size 8{mtp}"
+# a recipe's engine -> how it serves, where the format alone does not say
+PLUGINS = {
+    "vllm-musa": Serving("vLLM-MUSA", "not tried", _PLUGIN_COMMAND, (_NOT_TRIED,)),
+    "vllm-mlu": Serving("vLLM-MLU", "not tried", _PLUGIN_COMMAND, (_NOT_TRIED,)),
+    "vllm-kunlun": Serving("vLLM-Kunlun", "not tried", _PLUGIN_COMMAND, (_NOT_TRIED,)),
+    "vllm-metax": Serving("vLLM-MetaX", "not tried", _PLUGIN_COMMAND, (_NOT_TRIED,)),
+    "vllm-gcu": Serving(
+        "vLLM-GCU", "not tried", f"{_PLUGIN_COMMAND} --quantization gcu", (_NOT_TRIED,)
+    ),
+    "vllm-hcu": Serving("vLLM on Hygon DCU", "not tried", _PLUGIN_COMMAND, (_NOT_TRIED,)),
+}
 _MTP = ' --speculative-config \'{"method": "mtp", "num_speculative_tokens": 1}\''
 
 
 def servings(
-    name: str, assignments: Assignments, config: ModelConfig, options: Options
+    name: str, assignments: Assignments, config: ModelConfig, options: Options, engine: str = ""
 ) -> tuple[Serving, ...]:
     """Returns the engines that load a format with these schemes."""
+    schemes = [s for _, _, s in claims(assignments, config) if not isinstance(s, KeepScheme)]
+    fp8 = any(scheme.activation == "fp8" for scheme in schemes)
+    cpu = any(isinstance(s, IntScheme) and (s.bits, s.activation) == (4, "int8") for s in schemes)
+    return engines(name, fp8, options.sglang, cpu, engine)
+
+
+def engines(
+    name: str, fp8: bool, sglang: bool = True, cpu: bool = True, engine: str = ""
+) -> tuple[Serving, ...]:
+    """Returns the engines that load format `name`.
+
+    `fp8`: whether any activation is in fp8; `cpu`: whether int4 weights meet int8, which vLLM
+    itself has on CPUs only. A recipe's `engine` in PLUGINS is the only one.
+    """
+    if engine in PLUGINS:
+        return (PLUGINS[engine],)
     if name == "sglang-w4afp8":
         return (_SGLANG_W4AFP8,)
     if name == "modelslim":
         return (_VLLM_ASCEND, _SGLANG_NPU)
-    grids = {
-        scheme.activation
-        for _, _, scheme in claims(assignments, config)
-        if not isinstance(scheme, KeepScheme)
-    }
-    if "fp8" not in grids:
-        return (_VLLM_CPU,)
-    return (_VLLM, _SGLANG) if options.sglang else (_VLLM,)
+    if not fp8:
+        return (_VLLM_CPU,) if cpu else (_VLLM_GPU,)
+    return (_VLLM, _SGLANG) if sglang else (_VLLM,)
+
+
+def serving_lines(servings: Sequence[Serving], mtp_layers: int) -> list[str]:
+    """Returns Markdown: each engine's command, with draft tokens where there is MTP, and notes."""
+    lines = []
+    for serving in servings:
+        command = serving.command.replace("{mtp}", _MTP if mtp_layers else "")
+        lines += [f"{serving.engine} ({serving.version}):", "", "```", command, "```", ""]
+        lines += [note + "\n" for note in serving.notes]
+    return lines
 
 
 def readme(
@@ -82,6 +118,7 @@ def readme(
     options: Options,
     recipe: str,
     verification: str,
+    engine: str = "",
 ) -> str:
     """Returns the text. `recipe` says where codes come from, `verification` what was checked."""
     lines = [
@@ -96,13 +133,9 @@ def readme(
         "",
         "From this folder. The sizes of tensor parallelism that fit are in `glm5q verify .`.",
         "",
-    ]
-    mtp = _MTP if config.num_nextn_predict_layers else ""
-    for serving in servings(name, assignments, config, options):
-        lines += [f"{serving.engine} ({serving.version}):", "", "```"]
-        lines += [serving.command.replace("{mtp}", mtp), "```", ""]
-        lines += [note + "\n" for note in serving.notes]
-    lines += [
+        *serving_lines(
+            servings(name, assignments, config, options, engine), config.num_nextn_predict_layers
+        ),
         "Sizes for tensor and expert parallelism are those of the full model; `glm5q verify` lists",
         "what this checkpoint can be split into.",
         "",

@@ -12,6 +12,7 @@ from calibrate import run
 from calibrate.data import Windows, load_windows
 from calibrate.evaluate import evaluate
 from calibrate.guidance import guide
+from calibrate.ranks import joined
 from glm5q import formats
 from glm5q.checkpoint import Checkpoint, open_checkpoint
 from glm5q.errors import DataError, OutputError, RecipeError
@@ -25,7 +26,8 @@ from glm5q.pipeline.common import (
     embedded_checkpoint,
     scan,
 )
-from glm5q.writer import file_sha256, open_writer
+from glm5q.pipeline.footprint import record_plan
+from glm5q.writer import Writer, file_sha256, open_writer
 from recipes import schema
 from recipes.schema import Recipe
 from reports import record as records
@@ -56,31 +58,44 @@ def calibrate(
     """Quantizes a checkpoint by each recipe, evaluates, and writes record and page beside it.
 
     One recipe writes to `output`, several to a folder each inside it. Repeating the command of an
-    interrupted run resumes it.
+    interrupted run resumes it. Under torchrun the processes share a layer's experts out; the first
+    writes and reports, the others return nothing.
     """
+    with joined(options.device) as (device, ranks):
+        shown = progress if ranks.first else run.silent
+        return _calibrate(options, shown, run.Place(device, ranks))
+
+
+def _calibrate(
+    options: CalibrateOptions, progress: run.Progress, place: run.Place
+) -> list[describe.Finished]:
     started = time.perf_counter()
-    check_device(options.device)
+    check_device(place.device)
     recipes = [_adjusted(schema.load(name), options) for name in options.recipes]
     source = open_checkpoint(options.source, options.latent_norm_eps)
     for recipe in recipes:
         _check_recipe(recipe, source)
     outputs = _outputs(options, recipes)
     data = _Data.load(options, recipes[0], source)
-    content_hash = scan(source, progress)
+    content_hash = scan(source, progress) if place.ranks.first else ""
     scanned = time.perf_counter()
     jobs: list[run.Job] = []
     done = False
     try:
         for recipe, output in zip(recipes, outputs, strict=True):
             identity = _identity(recipe, content_hash, data, options)
-            stem = formats.get(recipe.format).STEM
-            writer = open_writer(output, source.config.num_layers + 2, identity, stem)
-            states = run.embed(source, data.calibration.tokens, options.device)
+            shards, stem = source.config.num_layers + 2, formats.get(recipe.format).STEM
+            if place.ranks.first:
+                writer = open_writer(output, shards, identity, stem)
+            else:
+                writer = Writer(output, shards, stem)  # to read by alone
+            states = run.embed(source, data.calibration.tokens, place.device)
             jobs.append(run.Job(recipe, writer, states))
-        _guide(jobs, source, data, options, progress)
-        run.calibrate(
-            source, jobs, data.calibration.tokens, data.held_out, progress, options.device
-        )
+        _guide(jobs, source, data, place.device, progress)
+        tokens, held_out = data.calibration.tokens, data.held_out
+        run.calibrate(source, jobs, tokens, held_out, progress, place)
+        if not place.ranks.first:
+            return []
         for job in jobs:
             _finish(source, job)
         quantized = time.perf_counter()
@@ -91,7 +106,7 @@ def calibrate(
         done = True
         return reports
     finally:
-        for job in jobs:
+        for job in jobs if place.ranks.first else ():
             job.writer.close(finished=done)
 
 
@@ -99,19 +114,24 @@ def _guide(
     jobs: Sequence[run.Job],
     source: Checkpoint,
     data: _Data,
-    options: CalibrateOptions,
+    device: str,
     progress: run.Progress,
 ) -> None:
     """Gives the jobs that want it the end loss's weights: the source's alone, so once for all."""
     wanting = [job for job in jobs if job.recipe.steps.guidance]
     if wanting:
-        found = guide(source, data.calibration.tokens, progress, options.device)
+        found = guide(source, data.calibration.tokens, progress, device)
         for job in wanting:
             job.guidance = found
 
 
 def _adjusted(recipe: Recipe, options: CalibrateOptions) -> Recipe:
     """The recipe with the command line's effort, format and amounts of data."""
+    if recipe.format == schema.SOURCE_FORMAT:
+        raise RecipeError(
+            f"{recipe.name}: describes the FP8 release as it is, nothing can be calibrated with it",
+            "give another of `glm5q recipes list`; this one is for `glm5q plan`",
+        )
     plan = recipe.calibration.model_dump()
     plan |= {"windows": options.windows} if options.windows else {}
     plan |= {"sequence_length": options.sequence_length} if options.sequence_length else {}
@@ -121,6 +141,8 @@ def _adjusted(recipe: Recipe, options: CalibrateOptions) -> Recipe:
     }
     if options.format is not None:
         update["format"] = formats.get(options.format).NAME
+        if update["format"] != recipe.format:  # which nobody checked with this recipe
+            return schema.unverified(recipe.model_copy(update=update))
     return recipe.model_copy(update=update)
 
 
@@ -237,7 +259,10 @@ def _finish(source: Checkpoint, job: run.Job) -> None:
     written = [name for shard in job.shards for name in shard.tensors]
     ends = engine.finish(source.raw_config, assignments, config, options, written)
     origin = f"recipe `{job.recipe.name}`"
-    text = readme(engine.NAME, assignments, config, options, origin, job.recipe.verification)
+    recipe = job.recipe
+    text = readme(
+        engine.NAME, assignments, config, options, origin, recipe.verification, recipe.engine
+    )
     job.writer.finish(ends.config, job.shards, source.root, ends.files | {"README.md": text})
 
 
@@ -274,5 +299,6 @@ def _report(
         peak_memory_bytes=describe.peak_memory_bytes(),
         resumed_layers=job.resumed,
         notes=notes,
+        memory=record_plan(source, job.recipe, job.shards),
     )
     return describe.write(finished, output / "report.json", output)

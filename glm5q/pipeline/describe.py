@@ -20,6 +20,7 @@ from calibrate.evaluate import Comparison, IndexerComparison, bootstrap_interval
 from glm5q import names
 from glm5q.checkpoint import Checkpoint
 from glm5q.config import ModelConfig
+from glm5q.formats import hub
 from glm5q.types import LayerResult
 from glm5q.writer import write_error
 from recipes.schema import Recipe
@@ -132,6 +133,7 @@ def source_info(source: Checkpoint, content_hash: str) -> records.SourceInfo:
         mtp_layers=config.num_nextn_predict_layers,
         parameters=parameters(source),
         latent_norm_eps=config.latent_norm_eps,
+        **asdict(hub.origin(source.root, source.raw_config)),
     )
 
 
@@ -171,7 +173,7 @@ def size(source: Checkpoint, job: run.Job) -> records.Size:
         by_role.setdefault(role_of(name, expected), [0, 0])[0] += stored.nbytes
     for shard in job.shards:
         for name, size in shard.tensors.items():
-            base = _base_name(name)
+            base = base_name(name)
             by_role.setdefault(role_of(base, expected), [0, 0])[1] += size
     return records.Size(
         source_bytes=source.nbytes,
@@ -180,7 +182,7 @@ def size(source: Checkpoint, job: run.Job) -> records.Size:
     )
 
 
-def _base_name(name: str) -> str:
+def base_name(name: str) -> str:
     """The source tensor that a quantized one belongs to, whatever the format."""
     for suffix in ("_packed", "_scale", "_shape", "_scale_inv", "_offset"):
         if name.endswith(".weight" + suffix):
@@ -193,7 +195,8 @@ def _base_name(name: str) -> str:
 def machine(device: str) -> records.Machine:
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
     return records.Machine(
-        platform=platform.platform(),
+        # A kernel's name, in platform.platform(), can tell whose machine it is; records are shown.
+        platform=f"{platform.system()} {platform.machine()}",
         processor=_processor(),
         cores=torch.get_num_threads(),
         device=name,

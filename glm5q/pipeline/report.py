@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from glm5q.errors import UserError
 from glm5q.writer import write_error
 from reports import card, comparison, html
 from reports import compare as comparing
 from reports import record as records
 
 
-def render(path: Path, output: Path | None) -> tuple[records.RunRecord, Path]:
-    """Returns the record in `path` and the page written from it."""
+def render(
+    path: Path, output: Path | None, latency: Path | None = None
+) -> tuple[records.RunRecord, Path]:
+    """Returns the record in `path` and the page written from it.
+
+    `latency` is a record of `glm5q bench` whose times the page shows; the record keeps its own.
+    """
     found = records.read_record(path)
+    if latency is not None:
+        found = with_latency(found, records.read_record(latency))
     folder = path if path.is_dir() else path.parent
     page = output or folder / "report.html"
     try:
@@ -21,6 +29,24 @@ def render(path: Path, output: Path | None) -> tuple[records.RunRecord, Path]:
     except OSError as error:
         raise write_error(page, error) from None
     return found, page
+
+
+def with_latency(run: records.RunRecord, timed_run: records.RunRecord) -> records.RunRecord:
+    """Returns `run` with the latency section of a bench's record, and a note of whose it is."""
+    if not (timed_run.latency or timed_run.sweeps or timed_run.assembled):
+        raise UserError("--latency: the record has no op times", "give one of `glm5q bench`")
+    machine = timed_run.machine
+    note = (
+        f"latency: `{timed_run.command}`, {timed_run.created}, {machine.device} "
+        f"({machine.processor}), torch {machine.versions.get('torch', '?')}"
+    )
+    fields = {
+        "latency": timed_run.latency,
+        "sweeps": timed_run.sweeps,
+        "assembled": timed_run.assembled,
+        "notes": [*run.notes, note, *(f"latency: {text}" for text in timed_run.notes)],
+    }
+    return run.model_copy(update=fields)
 
 
 def model_card(path: Path) -> str:

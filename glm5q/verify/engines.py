@@ -44,7 +44,9 @@ def compressed_tensors(config: Mapping[str, Any], model: Model, holdings: Holdin
         )
     ]
     if not fp8:
-        said = "int4 one a byte is for vLLM on CPUs and Ascend; transformers loads it packed only"
+        if any(what.packed for what in holdings.values()):
+            return [*rows, _transformers(config, model, holdings)]
+        said = "experts lie one code a byte, for vLLM and plugins; transformers loads packed ones"
         return [*rows, Row("engine transformers", "skip", said)]
     if config.get("format") == "mixed-precision":
         return [*rows, Row("engine SGLang", "skip", "written for vLLM alone (mixed-precision)")]

@@ -16,10 +16,13 @@ def fits(engine: str, config: Config) -> Iterator[Fit]:
     """Yields a row a size and kind of expert handling."""
     for expert_parallel in (False, True):
         for size in SIZES:
-            why = _common(config, size, expert_parallel) or RULES[engine](
-                config, size, expert_parallel
-            )
+            why = refusal(engine, config, size, expert_parallel)
             yield Fit(engine, size, expert_parallel, why is None, why or "")
+
+
+def refusal(engine: str, config: Config, size: int, expert_parallel: bool) -> str | None:
+    """Returns why `engine` cannot split the model over `size` devices, or None."""
+    return _common(config, size, expert_parallel) or RULES[engine](config, size, expert_parallel)
 
 
 def _common(config: Config, size: int, expert_parallel: bool) -> str | None:
@@ -108,4 +111,6 @@ RULES: dict[str, Rule] = {
     "sglang": _groups_of_128,
     "sglang-w4afp8": _sglang_w4afp8,
     "vllm-ascend": _ascend,
+    "source-fp8": _sglang_w4afp8,  # its FP8 blocks, of the experts too
+    "none": _nothing,
 }
