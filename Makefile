@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test check engines clean
+.PHONY: demo test test-ascend check engines clean
 
 demo: $(VENV)/.installed
 	@rm -rf demo
@@ -31,6 +31,12 @@ $(VENV)/.tested: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,onnx,triton]'
 	@touch $@
 
+# The Ascend lowering, with Huawei's open compilers in environments of their own under build/ascend
+# (820 MB of wheels). What runs their IR needs LLVM 19: apt-get install mlir-19-tools llvm-19 gcc.
+test-ascend: $(VENV)/.tested build/ascend/torch_npu
+	$(BIN)/python -m targets.ascend.environment build/ascend
+	$(BIN)/python -m pytest -m 'ascend or torch_npu_wheel'
+
 # Outside judges too large for every test run: what vLLM's and SGLang's own functions answer for our
 # names (400 MB of wheels, nothing of them is imported), and msModelSlim's packers.
 engines: $(VENV)/.tested
@@ -40,6 +46,12 @@ engines: $(VENV)/.tested
 	git diff --exit-code tests/verify/data
 	$(BIN)/python -m pip install --quiet --no-deps msmodelslim==26.1.0
 	$(BIN)/python -m pytest tests/formats/test_modelslim.py tests/verify/test_rules.py
+
+# torch_npu's wheel as files for the tests of its adapters, never installed: beside torch and without
+# CANN it breaks `import torch`. Where it cannot be had those tests are not run, and say so.
+build/ascend/torch_npu: | $(VENV)/.tested
+	-$(BIN)/python -m pip download --quiet --no-deps --dest build/ascend torch-npu==2.13.0 \
+		&& $(BIN)/python -m zipfile -e build/ascend/torch_npu-*.whl build/ascend
 
 clean:
 	rm -rf $(VENV) demo build dist *.egg-info
