@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-ascend check engines clean
+.PHONY: demo test test-ascend check engines peers clean
 
 demo: $(VENV)/.installed
 	@rm -rf demo
@@ -52,6 +52,23 @@ engines: $(VENV)/.tested
 build/ascend/torch_npu: | $(VENV)/.tested
 	-$(BIN)/python -m pip download --quiet --no-deps --dest build/ascend torch-npu==2.13.0 \
 		&& $(BIN)/python -m zipfile -e build/ascend/torch_npu-*.whl build/ascend
+
+# Public quantizers beside ours on the embedded checkpoint, each in an environment of its own under
+# build/peers (6 GB). What stands there is judged again, not made again. PEERS_ARGS="--windows 86
+# --sequence-length 2048 --eval-windows 48" is the full size; a tool that cannot be had is a row too.
+PEERS = llmcompressor autoround gptqmodel msmodelslim
+
+peers: $(VENV)/.tested $(PEERS:%=build/peers/%/installed)
+	$(BIN)/python -m tests.peers.driver build/peers $(PEERS_ARGS) \
+		--output reports/baselines/peers-cpu.json
+	$(BIN)/python -m pytest tests/peers/unpackers.py
+
+build/peers/%/installed: tests/peers/%.txt constraints.txt
+	@mkdir -p $(@D)
+	$(PYTHON) -m venv $(@D)/venv
+	-($(@D)/venv/bin/python -m pip install --quiet --constraint constraints.txt torch \
+		&& $(@D)/venv/bin/python -m pip install --quiet --constraint constraints.txt \
+			--requirement $< && touch $@) > $(@D)/install.log 2>&1
 
 clean:
 	rm -rf $(VENV) demo build dist *.egg-info
