@@ -267,7 +267,8 @@ def _factor(factored: Factored, index: int, ridge: Tensor) -> Tensor:
 
 
 def _damped(gram: Tensor, share: float) -> Tensor:
-    mean = gram.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True).clamp(min=1e-30)
+    mean = gram.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True)
+    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # all-zero activations
     damped = gram.clone()
     damped.diagonal(dim1=1, dim2=2).add_(share * mean)
     return damped

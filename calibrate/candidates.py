@@ -198,7 +198,8 @@ def _try(
     result = gptq(weight, scale, gram, scheme, wanted.damping, wanted.act_order)
     tried["gptq"] = (result.codes, scale)
     if descent:
-        tried["descent"] = descend(weight, result.codes, scale, gram, scheme, descent)
+        descended = descend(weight, result.codes, scale, gram, scheme, descent)
+        tried["descent"] = _where_factored(result.damping, descended, tried["gptq"])
     return tried, result.damping
 
 
@@ -223,8 +224,21 @@ def _try_batched(
     tried["gptq"] = (result.codes.transpose(1, 2), scale)
     if descent:
         codes, refitted = batched.descend(problem, result.codes, descent)
-        tried["descent"] = (codes.transpose(1, 2), refitted.transpose(1, 2))
+        descended = codes.transpose(1, 2), refitted.transpose(1, 2)
+        tried["descent"] = _where_factored(result.damping, descended, tried["gptq"])
     return tried, result.damping
+
+
+def _where_factored(
+    damping: Tensor, after: tuple[Tensor, Tensor], before: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Returns codes and scales after descent, before it where GPTQ gave a Gram up: `damping` nan.
+
+    What has no factor may hold nan, which descent would turn into codes.
+    """
+    failed = damping.isnan().view(-1, 1, 1)
+    codes, scale = (torch.where(failed, b, a) for a, b in zip(after, before, strict=True))
+    return codes, scale
 
 
 def _report_pooling(

@@ -26,7 +26,8 @@ def descend(
     """
     weight = weight.float()
     columns = gram.shape[-1]
-    mean = gram.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-30)
+    mean = gram.diagonal(dim1=1, dim2=2).mean(-1)
+    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # all-zero activations
     damped = gram + (DAMPING * mean).view(-1, 1, 1) * torch.eye(columns, device=gram.device)
     for _ in range(rounds):
         for _ in range(2):

@@ -22,6 +22,7 @@ from glm5q.types import ActivationGrid
 Key = TypeVar("Key")
 BAND = 2048  # rows of a Gram summed at a time, up to the diagonal
 PART = 16  # matrices of a stack dequantized at a time
+CAP_QUANTILE, CAP = 0.999, 2.0  # a massive token: over twice this quantile of squared norms
 
 # Matrices that multiply the same input share one Gram.
 INPUT_OF = {
@@ -65,10 +66,12 @@ class Statistics(Observer):
     `gram_paths` are the matrices whose method needs a Gram; the others get mean squares only.
     `guidance` weighs the rows of routed experts; sums of weighted squares stay sums over rows.
     Of a stack shared out over `ranks` only this one's part is summed, tokens are counted of all.
+    `token_cap` lets no row weigh more in its sums than capped() says.
     """
 
     gram_paths: Collection[str]
     guidance: RowWeights | None = None
+    token_cap: bool = False
     moments: dict[str, Moments] = field(default_factory=dict)
     ranges: dict[str, Ranges] = field(default_factory=dict)
     ranks: Ranks = ALONE
@@ -80,10 +83,12 @@ class Statistics(Observer):
         if self._summed_for.setdefault(key, path) != path:
             return  # this input was summed for the first matrix that reads it
         offsets = torch.tensor([0, x.shape[0]])
+        x = capped(x) if self.token_cap else x
         self._sum(key, x, offsets, any(INPUT_OF.get(p, p) == key for p in self.gram_paths))
 
     def experts(self, path: str, x: Tensor, offsets: Tensor, y: Tensor, tokens: Tensor) -> None:
         self._range(path, x, y)
+        x = capped(x) if self.token_cap else x
         if self.guidance is not None:
             weight = self.guidance.rows(path, tokens + self.first_token, offsets)
             x = torch.mul(x, weight.sqrt().unsqueeze(1), out=torch.empty_like(x))
@@ -145,6 +150,21 @@ class Statistics(Observer):
             moments.square[index] += rows.square().sum(0)
             if moments.gram is not None:
                 moments.gram[index].addmm_(rows.T, rows)
+
+
+def capped(x: Tensor) -> Tensor:
+    """Returns x [rows, in] with each row's square times min(1, CAP q / |x|^2).
+
+    q is the CAP_QUANTILE of |x|^2 over the rows, those of all experts that run at once: eight
+    massive tokens of 8192 otherwise make a Gram that forgets the others.
+    """
+    if not x.numel():
+        return x
+    norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+    limit = CAP**0.5 * norm.quantile(CAP_QUANTILE, interpolation="lower")
+    share = (limit / norm.clamp(min=1e-30)).clamp(max=1)
+    share = torch.where(limit > 0, share, torch.ones_like(share))  # hardly a row that is not zero
+    return torch.mul(x, share.unsqueeze(1), out=torch.empty_like(x))
 
 
 def _add_on_device(moments: Moments, index: int, rows: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 SAMPLED_ROWS = 16  # every sixteenth row goes into the magnitude histogram
 BINS = 1024  # over log2 of the magnitude
+EXACT = 1 << 24  # values histc counts at once: its float32 counts stop there
 LOWEST, HIGHEST = -24.0, 17.0  # log2; float16's smallest subnormal and just past its largest
 OUTLIER = 10.0  # times the median channel's largest magnitude
 
@@ -40,7 +41,8 @@ class Ranges:
             self.channel_absmax = torch.maximum(self.channel_absmax, x.abs().amax(0).float())
             self._outputs.append(y.abs().max().float())
         sample = x[::SAMPLED_ROWS].float().abs().clamp(min=2**LOWEST, max=2**HIGHEST).log2()
-        self.histogram += torch.histc(sample, BINS, LOWEST, HIGHEST).double()
+        for part in sample.flatten().split(EXACT):
+            self.histogram += torch.histc(part, BINS, LOWEST, HIGHEST).double()
 
     @property
     def output_absmax(self) -> float:

@@ -289,7 +289,8 @@ def quantize(
     config, number, recipe = source.config, layer.number, job.recipe
     weights = runnable(layer, place.dtype, place.device)
     guidance = job.guidance[number] if number < len(job.guidance) else None
-    statistics = Statistics(gram_paths(recipe, number, config), guidance, ranks=place.ranks)
+    paths, cap = gram_paths(recipe, number, config), recipe.steps.token_cap
+    statistics = Statistics(paths, guidance, token_cap=cap, ranks=place.ranks)
     with job.stage("statistics", place):
         forward(
             config, weights, job.states, statistics, range(held_out.start),

@@ -25,6 +25,7 @@ VARIANTS: dict[str, Change] = {
     "no-act-order": lambda plan, _fast, _best: plan.update(act_order=False),
     "no-pooling": lambda plan, _fast, _best: plan.update(pooling=0.0),
     "guidance-alone": lambda _plan, fast, _best: fast.update(descent=0, guidance=True),
+    "token-cap": lambda _plan, fast, _best: fast.update(token_cap=True),
     "best": lambda _plan, fast, best: fast.update(best),
 }
 ROUNDING_KEYS = ("bits", "group_size", "scale_dtype", "activation", "clip")
