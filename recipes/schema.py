@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -129,11 +129,13 @@ class Steps(_Strict):
 
     `descent` rounds of coordinate descent on codes and scales. `guidance` weighs each token in an
     expert's Gram by how much the model's own loss minds an error there, which costs one sweep
-    forward and one backward over the source.
+    forward and one backward over the source. `token_cap` bounds what a single massive token adds to
+    a Gram, for models that have such; off unless asked for.
     """
 
     descent: int = Field(ge=0, le=20)
     guidance: bool
+    token_cap: bool = False
 
 
 class Efforts(_Strict):
@@ -246,17 +248,28 @@ def load(name_or_path: str) -> Recipe:
 def unverified(recipe: Recipe) -> Recipe:
     """Returns `recipe`; if it is a shipped one with changes, what was checked of that is unsaid.
 
-    A shipped recipe's copy is known by its name, or by the words of its `verification`.
+    A shipped recipe's copy is known by its name, or by the words of its `verification`. What a
+    recipe of somebody's own says there is said to be theirs; a chip nobody saw stays declared.
     """
     own = {name: parse(text(name), f"recipes/{name}.yaml") for name in shipped()}
     same_words = [n for n, other in own.items() if other.verification == recipe.verification]
     origin = recipe.name if recipe.name in own else next(iter(same_words), None)
     renamed = recipe if origin is None else recipe.model_copy(update={"name": origin})
-    if origin is None or renamed.content_hash() == own[origin].content_hash():
+    if origin is None:
+        return recipe.model_copy(update={"verification": _own_words(recipe, own)})
+    if renamed.content_hash() == own[origin].content_hash():
         return recipe
     declared = "declared; " if own[origin].verification.startswith("declared") else ""
     words = f"{declared}edited from {origin}; not verified"
     return recipe.model_copy(update={"verification": words})
+
+
+def _own_words(recipe: Recipe, own: Mapping[str, Recipe]) -> str:
+    if recipe.verification.startswith("declared"):
+        return recipe.verification
+    same_chip = [other for other in own.values() if other.target == recipe.target]
+    unseen = all(other.verification.startswith("declared") for other in same_chip)
+    return f"{'declared; ' if unseen else ''}its author says: {recipe.verification}"
 
 
 def text(name_or_path: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from glm5q.formats import hub, readme
 from reports import terminal, text
-from reports.markdown import code, escaped, table
+from reports.markdown import block, code, escaped, table
 from reports.record import DataInfo, Matrix, RunRecord, SourceInfo
 from reports.terminal import plain
 
@@ -205,8 +205,7 @@ def _provenance(record: RunRecord) -> list[str]:
     if record.calibration:
         lines.append(f"- calibration data: {_data(record.calibration)}")
     lines += [f"- note: {escaped(note)}" for note in record.notes]
-    fence = "```" if "```" not in record.command else "~~~~"
-    return ["## How it was made", "", f"{fence}sh", record.command, fence, "", *lines]
+    return ["## How it was made", "", *block(record.command, "sh"), "", *lines]
 
 
 def _data(data: DataInfo) -> str:

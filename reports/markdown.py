@@ -21,6 +21,14 @@ def code(value: str) -> str:
     return f"{fence}{pad}{value}{pad}{fence}".replace("\n", " ").replace("|", "\\|")
 
 
+def block(value: str, language: str) -> list[str]:
+    """Lines of a code block, fenced by more backticks than its content has in a row."""
+    fence = "```"
+    while fence in value:
+        fence += "`"
+    return [f"{fence}{language}", value, fence]
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: int) -> list[str]:
     """Lines of a table whose last `numeric` columns are aligned to the right."""
     plain = len(head) - numeric

@@ -5,9 +5,9 @@ All optional in a RunRecord. A list that is empty, or a None, means "not measure
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 How = Literal["measured", "computed", "quoted"]
 
@@ -90,7 +90,7 @@ class DevicePlan(_Frozen):
     count: int
     layout: str
     capacity_bytes: int
-    parts: dict[str, int]
+    parts: dict[Annotated[str, Field(pattern=r"^[^/]+$")], int]  # pages name a value by its path
     fits: bool
     max_context: int | None = None
     max_concurrency: int | None = None

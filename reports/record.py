@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -14,6 +14,10 @@ from reports.measures import Assembled, Indexer, MemoryPlan, Sweep
 
 SCHEMA_VERSION = 1
 ENOUGH_WINDOWS = 8  # a bootstrap over fewer is too narrow too often
+# What can be: a page counts on it, and a gate must not pass on a size below nothing.
+Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
+Seconds = Annotated[float, Field(ge=0)]
+Key = Annotated[str, Field(pattern=r"^[^/]+$")]  # pages name a value by its path
 _RANGES = ("input_absmax", "output_absmax", "input_p999", "outlier_channels")
 
 
@@ -233,13 +237,13 @@ class Latency(_Frozen):
     target: str
     shape: dict[str, int]
     dtype: str
-    median_s: float
-    low_s: float
-    high_s: float
-    floor_s: float | None = None
+    median_s: Seconds
+    low_s: Seconds
+    high_s: Seconds
+    floor_s: Seconds | None = None
     how: Literal["measured", "computed", "quoted"]
     device: str
-    p99_s: float | None = None
+    p99_s: Seconds | None = None
     bound: Literal["memory", "compute"] | None = None
     calls: int | None = None
     cpu_s: float | None = None
@@ -259,15 +263,15 @@ class Machine(_Frozen):
     processor: str
     cores: int
     device: str
-    versions: dict[str, str]
+    versions: dict[Key, str]
 
 
 class Size(_Frozen):
     """Checkpoint bytes, in all and by role."""
 
-    source_bytes: int
-    quantized_bytes: int
-    by_role: dict[str, tuple[int, int]]  # role -> (source bytes, quantized bytes)
+    source_bytes: Bytes
+    quantized_bytes: Bytes
+    by_role: dict[Key, tuple[Bytes, Bytes]]  # role -> (source bytes, quantized bytes)
 
     @property
     def ratio(self) -> float:
@@ -291,8 +295,8 @@ class RunRecord(_Frozen):
     layers: list[Layer] = []
     accuracy: Accuracy | None = None
     latency: list[Latency] = []
-    times_s: dict[str, float] = Field(default_factory=dict)
-    peak_memory_bytes: int = 0
+    times_s: dict[Key, Seconds] = Field(default_factory=dict)
+    peak_memory_bytes: Bytes = 0
     resumed_layers: int = 0
     notes: list[str] = []
     memory: MemoryPlan | None = None

@@ -44,9 +44,12 @@ def test_a_change_loses_it(tmp_path: Path, shipped: str, name: str | None) -> No
     assert found.verification.startswith("declared") is was_declared
 
 
-def test_ones_own_words_are_kept(tmp_path: Path) -> None:
-    own = edited(tmp_path, "h200", "mine", verification="served for a week", mtp="quantize")
-    assert own.verification == "served for a week"
+def test_ones_own_words_are_kept_as_ones_own(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"verification": "served for a week", "mtp": "quantize"}
+    own = edited(tmp_path, "h200", "mine", **changes)
+    assert own.verification == "its author says: served for a week"
+    unseen = edited(tmp_path, "atlas-800t-a3", "mine", **changes)
+    assert unseen.verification == "declared; its author says: served for a week"
 
 
 def test_it_is_said_in_record_page_card_and_readme(tmp_path: Path) -> None:

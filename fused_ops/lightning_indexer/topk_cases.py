@@ -96,6 +96,10 @@ def _judge(inputs: Inputs, result: Tensor) -> Verdict:
         row = int((result != truth).any(1).nonzero()[0])
         missed = set(truth[row].tolist()) - set(result[row].tolist())
         problem = f"row {row} differs from a stable sort, {len(missed)} positions missed"
+        if not missed:
+            problem = (
+                f"row {row}: the right positions in another order; ascending, -1 last, is asked"
+            )
     return Verdict(0.0 if problem is None else float("inf"), 0.0, problem)
 
 

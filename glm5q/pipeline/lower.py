@@ -68,11 +68,16 @@ class Lowered:
             lines.append(f"  {row.chosen:<18} runs{here}")
             lines += [f"  {name:<18} no: {why}" for name, why in row.refused]
         for stage in self.stages:
-            outcome = f"FAILED: {stage.error}" if stage.error else stage.proves
+            used = ", ".join(f"{name} {size:,}" for name, size in stage.usage.items())
+            outcome = f"FAILED: {stage.error}" if stage.error else f"ok {used}".rstrip()
             lines.append(
                 f"{stage.chip}: {stage.op} {stage.implementation}, {stage.stage}: {outcome}"
             )
-        return lines
+        failed = sum(stage.error is not None for stage in self.stages)
+        if self.stages:
+            lines.append(f"{len(self.stages) - failed} of {len(self.stages)} stages passed")
+        proofs = dict.fromkeys(stage.proves for stage in self.stages if stage.proves)
+        return [*lines, *(f"A pass shows: {text}" for text in proofs)]
 
 
 def lower(

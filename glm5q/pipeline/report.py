@@ -35,6 +35,13 @@ def with_latency(run: records.RunRecord, timed_run: records.RunRecord) -> record
     """Returns `run` with the latency section of a bench's record, and a note of whose it is."""
     if not (timed_run.latency or timed_run.sweeps or timed_run.assembled):
         raise UserError("--latency: the record has no op times", "give one of `glm5q bench`")
+    timed = {row.target for row in timed_run.latency}
+    timed |= {row.target for row in timed_run.sweeps} | {row.target for row in timed_run.assembled}
+    if run.recipe is not None and timed != {run.recipe.target}:
+        raise UserError(
+            f"--latency: times of {', '.join(sorted(timed))}; the run is for {run.recipe.target}",
+            f"give a record of `glm5q bench --target {run.recipe.target}`",
+        )
     machine = timed_run.machine
     note = (
         f"latency: `{timed_run.command}`, {timed_run.created}, {machine.device} "

@@ -195,3 +195,12 @@ def test_card_of_an_old_record() -> None:
     card = model_card(read_record(V1))
     assert "not measured | memory plan" in card
     assert read(card).base_model == "zai-org/GLM-5"  # type: ignore[attr-defined]
+
+
+def test_no_command_leaves_its_block() -> None:
+    command = "glm5q calibrate ```` ~~~~\n# out"
+    made = record(layers=3, experts=4, windows=4).model_copy(update={"command": command})
+    lines = model_card(made).split("\n")
+    start = lines.index("`````sh")
+    assert lines[start + 1 : start + 3] == command.split("\n")
+    assert lines[start + 3] == "`````"

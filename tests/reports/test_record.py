@@ -107,3 +107,29 @@ def test_slowest_prefers_measured() -> None:
     only = made.model_copy(update={"latency": declared})
     assert declared[only.slowest or 0].median_s == max(r.median_s for r in declared)
     assert RunRecord.model_validate(made.model_dump() | {"latency": []}).slowest is None
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("size", "quantized_bytes"), -5),
+        (("size", "quantized_bytes"), 10**400),
+        (("latency", 0, "low_s"), -1.0),
+        (("peak_memory_bytes",), -1),
+        (("times_s",), {"a/b": 1.0}),
+        (("machine", "versions"), {"a/b": "1"}),
+        (("memory", "devices", 0, "parts"), {"a/b": 1}),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    tmp_path: Path, path: tuple[str | int, ...], value: object
+) -> None:
+    write_record(record(layers=3, experts=4, windows=4), tmp_path / "report.json")
+    raw = json.loads((tmp_path / "report.json").read_text())
+    at = raw
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = value
+    (tmp_path / "report.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=str(path[-1])):
+        read_record(tmp_path)

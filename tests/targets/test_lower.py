@@ -127,4 +127,17 @@ def test_a_missing_ascend_compiler_is_one_line_with_the_fix(tmp_path: Path) -> N
 def test_failed_stages_are_shown() -> None:
     stage = Stage("select_topk", "triton", "h200", "select f32", "ptxas: out of registers")
     lines = Lowered("h200", (), (stage,), None).lines()
-    assert lines == ["h200: select_topk triton, select f32: FAILED: ptxas: out of registers"]
+    assert lines == [
+        "h200: select_topk triton, select f32: FAILED: ptxas: out of registers",
+        "0 of 1 stages passed",
+    ]
+
+
+def test_what_a_pass_shows_is_said_once() -> None:
+    stages = tuple(
+        Stage("select_topk", "triton", chip, "L2", None, usage={"UB": 194592}, proves="it fits")
+        for chip in ("910B1", "910B4")
+    )
+    lines = Lowered("ascend-910b", (), stages, None).lines()
+    assert lines[0] == "910B1: select_topk triton, L2: ok UB 194,592"
+    assert lines[2:] == ["2 of 2 stages passed", "A pass shows: it fits"]
