@@ -25,11 +25,8 @@ EPS_HELP = (
 )
 
 
-class _Positive(click.FloatRange):
-    """A number above 0; click's own range lets nan and infinity by."""
-
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True)
+class _Finite(click.FloatRange):
+    """A number in a range; click's own lets nan by, and infinity where there is no end."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -38,6 +35,13 @@ class _Positive(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
         return number
+
+
+class _Positive(_Finite):
+    """A number above 0."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
 
 
 class _Tokens(click.ParamType[int]):
@@ -282,12 +286,12 @@ def compare(
 @click.option("--chip", help="Target; default: the recipe's.")
 @click.option("--count", type=click.IntRange(min=1), help="Devices; default: one machine's.")
 @click.option("--context", type=_Tokens(), help="Tokens a request, as 200k; default: 200k.")
-@click.option("--concurrency", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--concurrency", type=click.IntRange(1, 1_000_000), default=1, show_default=True)
 @click.option("--kv", type=click.Choice(["bf16", "fp8", "int8"]), default="bf16", show_default=True)
 @click.option("--mtp/--no-mtp", default=True, help="With the MTP layer's weights and caches.")
 @click.option(
     "--reserve",
-    type=click.FloatRange(0, 0.9),
+    type=_Finite(0, 0.9),
     default=0.1,
     show_default=True,
     help="Share of a device's memory left to the runtime.",
@@ -295,7 +299,7 @@ def compare(
 @click.option(
     "--disk",
     "disk_bytes_s",
-    type=_Positive(),
+    type=_Finite(min=1e6),
     default=2e9,
     show_default=True,
     help="Bytes a second, for calibration's time.",
@@ -310,7 +314,7 @@ def plan(model: str | None, markdown: bool, as_json: bool, **options: Any) -> No
     asked = pipeline.PlanOptions(model or str(pipeline.embedded_checkpoint()), **options)
     found = pipeline.plan(asked)
     if as_json:
-        click.echo(json.dumps(plan_json.as_json(found), indent=1))
+        click.echo(json.dumps(plan_json.as_json(found), indent=1, allow_nan=False))
     elif markdown:
         click.echo(plan_view.markdown(found), nl=False)
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,11 @@ TRANSFORMERS = "5.13"  # earlier ones rotate GLM-5's queries, or its indexer's, 
 # torch -> triton it was released with, for builds whose metadata does not say it.
 TRITON = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8", "2.15": "3.9"}
 ENGINES = {"vllm": "0.33", "sglang": "0.5.23"}  # whose loaders the formats were held to
-GPU_NAMES = {"h200": "H200", "h20": "H20", "a100": "A100", "rtx-4090": "RTX 4090"}
+GPU_NAMES = {"h200": "H200", "h20": "H20", "a100": "A100 80GB", "rtx-4090": "RTX 4090"}
+# As nvidia-smi names them: `NVIDIA A100-SXM4-80GB`; not a Laptop's 4090, nor the 4090 D.
+GPU_PATTERNS = {"h200": r"\bH200\b", "h20": r"\bH20\b", "a100": r"\bA100\b.*\b80GB\b",
+                "rtx-4090": r"\bRTX 4090$"}  # fmt: skip
+LEAST_MEMORY = 0.95  # of what the target has: drivers keep some of it for themselves
 COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
           "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
           "chat_template.jinja", "generation_config.json")  # fmt: skip
@@ -133,6 +138,7 @@ def _cuda(machine: Machine, chip: base.Target) -> Iterator[Gap]:
         yield Gap("no NVIDIA GPU (nvidia-smi lists none)", f"run on a machine with an {wanted}")
     elif not any(_is(name, chip.name) for name in names):
         yield Gap(f"no {wanted}, only {', '.join(names)}", "give --target for that one")
+    yield from _memory(machine, chip)
     found = machine.torch
     if found is None or found.error is not None:
         return
@@ -149,6 +155,18 @@ def _cuda(machine: Machine, chip: base.Target) -> Iterator[Gap]:
     elif names and not found.usable:
         yield Gap("torch sees no usable GPU", "check the driver: nvidia-smi, dmesg")
     yield from _triton(machine)
+
+
+def _memory(machine: Machine, chip: base.Target) -> Iterator[Gap]:
+    """Yields the least memory of the target's own GPUs where it is less than the target's."""
+    sizes = [gpu.memory_bytes for gpu in machine.gpus if _is(gpu.name, chip.name)]
+    wanted = chip.memory_bytes.value
+    if sizes and wanted is not None and min(sizes) < LEAST_MEMORY * wanted:
+        yield Gap(
+            f"a GPU has {_size(min(sizes))} of memory, {chip.title} is planned with "
+            f"{_size(wanted)}",
+            "use whole GPUs of that kind",
+        )
 
 
 def _triton(machine: Machine) -> Iterator[Gap]:
@@ -250,22 +268,28 @@ def _recorded_source(root: Path) -> Path | None:
     try:
         record = json.loads((root / "report.json").read_text(encoding="utf-8"))
         found = Path(record["source"]["path"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return found if found.is_dir() else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return found if found.is_dir() else None
 
 
 def _biases(root: Path) -> Iterator[tuple[str, str]]:
-    """Yields (name, dtype) of every router bias, from the shards' headers alone."""
+    """Yields (name, dtype) of every router bias, from the shards' headers alone.
+
+    Raises UserError for a header that is none.
+    """
     for file in sorted(root.glob("*.safetensors")):
         try:
             with file.open("rb") as raw:
                 header = json.loads(raw.read(int.from_bytes(raw.read(8), "little")))
-        except (OSError, ValueError, MemoryError, OverflowError):
+            found = [
+                (name, entry["dtype"]) for name, entry in header.items() if name.endswith(BIAS)
+            ]
+        except (OSError, ValueError, MemoryError, OverflowError, RecursionError):
             raise UserError(f"{file}: not a safetensors file", "fetch this shard again") from None
-        for name, entry in header.items():
-            if name.endswith(BIAS):
-                yield name, entry["dtype"]
+        except (AttributeError, KeyError, TypeError):
+            raise UserError(f"{file}: its header is no table", "fetch this shard again") from None
+        yield from found
 
 
 def facts(machine: Machine) -> list[tuple[str, str]]:
@@ -300,9 +324,7 @@ def _size(value: float | None) -> str:
 
 
 def _is(name: str, target: str) -> bool:
-    return GPU_NAMES[target] in name.replace("-", " ").split() or (
-        " " in GPU_NAMES[target] and GPU_NAMES[target] in name
-    )
+    return re.search(GPU_PATTERNS[target], name) is not None
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ HEAD = ("layout", "weights", "MTP", "caches", "work", "total", "fits", "longest"
 WORK = ("activations", "scores", "reserve")
 CACHES = ("kv_cache", "index_cache")
 BESIDE = (*CACHES, *WORK, "mtp")
+WIDEST = 1000  # characters a line of the table may take
 BAR = 64  # characters that the wider of memory and need takes
 LETTERS = {
     "weights": "W", "mtp": "M", "kv_cache": "K", "index_cache": "I", "activations": "A",
@@ -33,11 +34,15 @@ def show(found: Found, console: Console) -> None:
         console.print(Text(line))
     console.print()
     table = Table(*HEAD, box=None, padding=(0, 1, 0, 0))
+    for column in table.columns:
+        column.no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
     for device in found.devices:
         table.add_row(*(Text(cell) for cell in _row(device)))
-    console.print(table)
+    # A number that is cut short is another number: a line may rather be longer than the screen.
+    table.width = console.measure(table, options=console.options.update(width=WIDEST)).maximum
+    console.print(table, crop=False)
     for one in found.layouts:
         if one.why_not is not None:
             console.print(Text(f"{one.layout.label()} is not legal: {one.why_not}"))
@@ -67,7 +72,8 @@ def _opening(found: Found) -> list[str]:
         f"{config.variant()} by {found.recipe.name} on {found.count} x {chip.title} ({each}), "
         f"{load.context:,} tokens x {load.concurrency:,}",
         f"cache: {found.cache.kv} KV {kv:,} B + {found.cache.index} index {index:,} B a token",
-        f"weights: {_size(found.whole.total)}, {_size(found.whole.mtp)} of it MTP",
+        f"weights: {_size(found.whole.total)}, "
+        + (f"{_size(found.whole.mtp)} of it MTP" if found.mtp else "no MTP"),
         f"recipe: {found.recipe.verification}",
     ]
     smallest = "none up to 64" if found.smallest is None else f"{found.smallest} x {chip.title}"
@@ -147,9 +153,16 @@ def _other_caches(found: Found) -> list[str]:
 
 
 def _speed(found: Found) -> list[str]:
-    """The roofline's two stages in the best layout, and the figures that they rest on."""
-    where = f"{found.best.layout.label()}, {found.load.concurrency:,} x {found.load.context:,}, "
-    lines = [where + _stage(one) for one in found.estimates]
+    """The roofline's two stages in the best layout, and the figures that they rest on.
+
+    A prefill is of one prompt in each data-parallel group, whatever the concurrency.
+    """
+    layout = found.best.layout
+    prompts = {"decode": found.load.concurrency, "prefill": layout.data}
+    lines = [
+        f"{layout.label()}, {prompts[one.stage]:,} x {found.load.context:,}, {_stage(one)}"
+        for one in found.estimates
+    ]
     inputs = {name: f for one in found.estimates for name, f in one.inputs.items()}
     lines.append("By " + ", ".join(_figure(name, figure) for name, figure in inputs.items()))
     lines += [f"  {name}: {figure.source}" for name, figure in inputs.items()]

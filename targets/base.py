@@ -16,7 +16,8 @@ from glm5q.errors import UserError
 if TYPE_CHECKING:
     from fused_ops.op import Choice, OpRequest
 
-Grade = Literal["measured", "vendor", "press", "unknown"]
+# press: a named page or file says it; hearsay: commonly said, and nobody is known to have said it
+Grade = Literal["measured", "vendor", "press", "hearsay", "unknown"]
 Kind = Literal["cpu", "cuda", "ascend", "declared"]
 Answer = Literal["yes", "no", "unknown"]
 Verification = Literal["run", "lowered", "declared"]

@@ -73,7 +73,7 @@ CHIPS = {
             "int4": Support("yes", _MLU),
             "fp8": Support("unknown", "vllm-mlu has an FP8 loader, it does not say for which chip"),
         },
-        memory=Figure(80e9, "press", "commonly said, no primary source"),
+        memory=Figure(80e9, "hearsay", "commonly said, no primary source"),
     ),
     "kunlunxin-p800": _chip(
         "kunlunxin-p800",
@@ -110,7 +110,7 @@ CHIPS = {
             "int4": _says(True, _GCU_INT4),
             "fp8": _says(False, _GCU_FP8),
         },
-        memory=Figure(48e9, "press", "commonly said, no primary source"),
+        memory=Figure(48e9, "hearsay", "commonly said, no primary source"),
     ),
     "hygon-bw1000": _chip(
         "hygon-bw1000",

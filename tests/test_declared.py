@@ -135,6 +135,13 @@ def test_a_record_plans_its_own_output(calibrated: Path, name: str) -> None:
     assert f"fits 1 x {device.chip}" in " ".join(run("report", folder).stdout.split())
 
 
+def test_an_output_is_not_planned_again(calibrated: Path) -> None:
+    folder = calibrated / "out" / "metax-c500"
+    says = (str(folder), "report.json and report.html", str(calibrated / "source"))
+    line = refused("plan", folder, "--recipe", "metax-c500", says=says)
+    assert "release" not in line
+
+
 @pytest.mark.parametrize("name", ["a100", "rtx-4090", "h20", "metax-c500", "hygon-bw1000",
                                   "enflame-s60", "atlas-800i-a2"])  # fmt: skip
 def test_new_recipes_write_what_engines_load(name: str) -> None:

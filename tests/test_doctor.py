@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -58,6 +59,15 @@ PLANTED: dict[str, tuple[Machine, str, bool, str, str]] = {
     "another GPU": (
         replace(SOUND, gpus=(Gpu("NVIDIA A100-SXM4-80GB", 80 * GIB),)),
         "h200", True, "no H200, only NVIDIA A100-SXM4-80GB", "--target",
+    ),
+    "a smaller GPU of the name": (
+        replace(SOUND, gpus=(Gpu("NVIDIA A100-SXM4-40GB", 40 * GIB),)),
+        "a100", True, "no A100 80GB, only NVIDIA A100-SXM4-40GB", "--target",
+    ),
+    "a part of a GPU": (
+        replace(SOUND, gpus=(Gpu("NVIDIA H200", 140 * GIB), Gpu("NVIDIA H200", 70 * GIB))),
+        "h200", True, "a GPU has 75.2 GB of memory, NVIDIA H200 is planned with 150.1 GB",
+        "whole GPUs",
     ),
     "CUDA too old": (
         replace(SOUND, driver="535.54", driver_cuda="12.2"), "h200", True,
@@ -156,6 +166,9 @@ def test_a_cpu_build_of_torch_asks_for_no_triton() -> None:
 NAMES = {
     "NVIDIA H200": "h200", "NVIDIA H200 NVL": "h200", "NVIDIA H20": "h20", "NVIDIA H20-3e": "h20",
     "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA GeForce RTX 4090": "rtx-4090", "Tesla T4": "cpu",
+    "NVIDIA A100 80GB PCIe": "a100", "NVIDIA A100-SXM4-40GB": "cpu", "NVIDIA A100-PCIE-40GB": "cpu",
+    "NVIDIA GeForce RTX 4090 Laptop GPU": "cpu", "NVIDIA GeForce RTX 4090 D": "cpu",
+    "NVIDIA GH200 480GB": "cpu", "NVIDIA A800-SXM4-80GB": "cpu",
 }  # fmt: skip
 
 
@@ -164,12 +177,24 @@ def test_which_target_a_gpu_is(name: str) -> None:
     assert doctor.guess(replace(SOUND, gpus=(Gpu(name, GIB),))) == NAMES[name]
 
 
-def test_router_bias_in_bfloat16(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", doctor.GPU_NAMES)
+def test_memory_is_held_to_the_target_s(target: str) -> None:
+    names = {"rtx-4090": "NVIDIA GeForce RTX 4090", "a100": "NVIDIA A100-SXM4-80GB"}
+    planned = base.load(target).memory_bytes.value
+    assert planned is not None
+    for share, said in ((1.0, 0), (0.951, 0), (0.949, 1)):
+        gpu = Gpu(names.get(target, f"NVIDIA {target.upper()}"), int(share * planned))
+        found = [line for line in lines(replace(SOUND, gpus=(gpu,)), target) if "planned" in line]
+        assert len(found) == said, share
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_router_bias_that_is_narrow(tmp_path: Path, dtype: torch.dtype) -> None:
     sound = small.write_checkpoint(tmp_path / "sound")
     assert list(doctor.checkpoint_gaps(sound, None)) == []
     for file in sound.glob("*.safetensors"):
         tensors = load_file(file)
-        changed = {n: t.bfloat16() if n.endswith("bias") else t for n, t in tensors.items()}
+        changed = {n: t.to(dtype) if n.endswith("bias") else t for n, t in tensors.items()}
         save_file(changed, file)
     (gap,) = doctor.checkpoint_gaps(sound, None)
     assert "e_score_correction_bias is not float32 (3 of them)" in gap.what
@@ -188,6 +213,42 @@ def test_a_tokenizer_that_is_not_the_source_s(tmp_path: Path) -> None:
     assert "chat_template.jinja is missing" in second.what
     (copy / "report.json").write_text(json.dumps({"source": {"path": str(source)}}))
     assert len(list(doctor.checkpoint_gaps(copy, None))) == 2  # the record names the source
+
+
+def test_a_tokenizer_is_compared_by_content(tmp_path: Path) -> None:
+    """Same size and same time of change, as a copy with `cp -p` and one edit has them."""
+    source = small.write_checkpoint(tmp_path / "source")
+    copy = Path(shutil.copytree(source, tmp_path / "copy"))
+    mine, theirs = copy / "tokenizer.json", source / "tokenizer.json"
+    text = theirs.read_text()
+    mine.write_text(text.replace("!", "?", 1))
+    assert text != mine.read_text()
+    for file in (mine, theirs):
+        os.utime(file, ns=(10**18, 10**18))
+    assert mine.stat().st_size == theirs.stat().st_size
+    (gap,) = doctor.checkpoint_gaps(copy, source)
+    assert "tokenizer.json differs" in gap.what
+
+
+HEADERS = {
+    "a list": "[]", "a number": "1", "an empty entry": '{"%s": {}}', "a text": '{"%s": "x"}',
+    "a null": '{"%s": null}', "nested": "[" * 200_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_header_that_is_none(tmp_path: Path, case: str) -> None:
+    header = HEADERS[case].replace("%s", f"model.layers.3.{doctor.BIAS}").encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    refused("doctor", "--target", "cpu", tmp_path, says=("a.safetensors", "fetch this shard"))
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "[]", '{"source": 1}', '{"source": {"path": []}}',
+                                  json.dumps({"source": {"path": "a" * 5000}})])  # fmt: skip
+def test_a_record_that_names_no_source(tmp_path: Path, text: str) -> None:
+    sound = small.write_checkpoint(tmp_path / "sound")
+    (sound / "report.json").write_text(text)
+    assert list(doctor.checkpoint_gaps(sound, None)) == []
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:

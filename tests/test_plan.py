@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from glm5q import pipeline, plan_view, tiny
+from glm5q import pipeline, plan_view, releases, tiny
 from recipes import schema
 from tests import small
 from tests.commands import refused, run
@@ -138,6 +138,100 @@ def test_context_in_words(text: str, tokens: int) -> None:
     assert planned("glm-5.2", "--recipe", "h200", "--context", text)["context"] == tokens
 
 
+def config_of(folder: Path, model: str = "glm-5.2", **changes: Any) -> str:
+    """A folder with a release's config.json and other values."""
+    (folder / "config.json").write_text(json.dumps(releases.raw_config(model) | changes))
+    return str(folder)
+
+
+def test_the_smallest_machine_is_no_power_of_two(tmp_path: Path) -> None:
+    """48 heads and 96 experts divide by 6: what the table says fits is not said to need eight."""
+    heads = {"num_attention_heads": 48, "num_key_value_heads": 48, "n_routed_experts": 96}
+    model = config_of(tmp_path, **heads)
+    load = ("--recipe", "h200", "--context", "1M", "--concurrency", "3")
+    found = planned(model, *load, "--count", "6")
+    assert any(row.get("fits") for row in found["layouts"])
+    assert found["smallest_count"] == 6
+    for count in (1, 2, 3, 4):
+        fewer = planned(model, *load, "--count", str(count))
+        assert not any(row.get("fits") for row in fewer["layouts"])
+    assert "does not" in run("plan", model, *load, "--count", "5").stderr
+
+
+def test_the_smallest_machine_is_what_the_tables_say() -> None:
+    """Weights of 404 GB are on no two H200 of 150, and 64 heads do not divide by three."""
+    arguments = ("glm-5", "--recipe", "h200", "--context", "1k")
+    assert planned(*arguments)["smallest_count"] == 4
+    for count, fits in (("2", False), ("4", True)):
+        rows = planned(*arguments, "--count", count)["layouts"]
+        assert any(row.get("fits") for row in rows) is fits
+
+
+def test_without_mtp_there_is_none() -> None:
+    arguments = ("glm-5.2", "--recipe", "h200")
+    found, whole = planned(*arguments, "--no-mtp"), planned(*arguments)
+    assert found["weights"]["mtp_bytes"] == 0
+    assert sum(found["weights"]["by_role"].values()) == found["weights"]["total_bytes"]
+    assert whole["weights"]["mtp_bytes"] > 0
+    total = whole["weights"]["total_bytes"] - whole["weights"]["mtp_bytes"]
+    assert found["weights"]["total_bytes"] == total
+    (line,) = [x for x in run("plan", *arguments, "--no-mtp").stdout.splitlines()
+               if x.startswith("weights: ")]  # fmt: skip
+    assert line.endswith(", no MTP")
+    assert "of it MTP" in run("plan", *arguments).stdout
+
+
+def test_a_context_that_was_lowered_is_said(tmp_path: Path) -> None:
+    short = config_of(tmp_path, max_position_embeddings=131_072)
+    arguments = ("plan", short, "--recipe", "h200")
+    said = [x for x in run(*arguments).stdout.splitlines() if "the model was made for no more" in x]
+    assert said == ["note: 131,072 tokens a request, not 200,000: the model was made for no more"]
+    for others in ((*arguments, "--context", "131072"), ("plan", "glm-5", "--recipe", "h200")):
+        assert "made for no more" not in run(*others).stdout
+
+
+def test_a_prefill_is_of_one_prompt_a_group() -> None:
+    arguments = ("glm-5", "--recipe", "h200", "--count", "8", "--context", "4096")
+    arguments = (*arguments, "--concurrency", "4000")
+    found = planned(*arguments)
+    groups = int(found["best"].split()[0].removeprefix("DP"))
+    assert groups > 1
+    assert found["prefill"]["tokens"] == groups * 4096
+    text = run("plan", *arguments).stdout
+    assert f"{found['best']}, {groups} x 4,096, prefill: at least " in text
+    assert f" for {groups * 4096:,} tokens, {found['prefill']['tokens_per_s']:,.0f} to" in text
+    assert f"{found['best']}, 4,000 x 4,096, decode: at least " in text
+
+
+BAD_NUMBERS = (
+    ("--reserve", "nan"), ("--reserve", "inf"), ("--reserve", "0.91"), ("--disk", "nan"),
+    ("--disk", "1e-320"), ("--disk", "999999"), ("--disk", "inf"), ("--concurrency", "1000001"),
+    ("--concurrency", "99999999999999999"), ("--concurrency", "0"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "value"), BAD_NUMBERS)
+def test_numbers_that_are_none(option: str, value: str) -> None:
+    result = run("plan", "glm-5", "--recipe", "h200", option, value)
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 2
+    assert option in result.stderr
+
+
+def test_numbers_at_their_ends() -> None:
+    ends = ("--reserve", "0", "--disk", "1e6", "--concurrency", "1000000", "--context", "1M")
+    text = run("plan", "glm-5.2", "--recipe", "h200", *ends, "--json").stdout
+    assert not {"NaN", "Infinity"} & set(re.findall(r"\w+", text))
+    found = json.loads(text)
+    assert found["layouts"][0]["parts"]["reserve"] == 0
+    printed = run("plan", "glm-5.2", "--recipe", "h200", *ends).stdout
+    assert printed.isascii()
+    for row in found["layouts"]:
+        if row["legal"]:
+            cells = next(x for x in printed.splitlines() if x.startswith(row["layout"] + " "))
+            assert f" {row['total_bytes'] / 1e9:.1f} " in cells
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "200kk", "nan", "9999999m"])
 def test_context_that_is_none(text: str) -> None:
     result = run("plan", "glm-5", "--recipe", "h200", "--context", text)
@@ -159,6 +253,15 @@ def test_prints_in_80_columns_and_plain() -> None:
     piped = run("plan", "glm-5", "--recipe", "atlas-800t-a3").stdout
     assert "\x1b" not in piped
     assert piped.isascii()
+
+
+def test_a_screen_too_narrow_cuts_no_number() -> None:
+    text = show("glm-5", "atlas-800t-a3", width=40)
+    assert text.isascii()
+    rows = run("plan", "glm-5", "--recipe", "atlas-800t-a3", "--markdown").stdout.splitlines()
+    tables = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if "|" in row]
+    printed = {" ".join(line.split()) for line in text.splitlines()}
+    assert {" ".join(cells) for cells in tables if cells[0] != "---"} <= printed
 
 
 def test_markup_in_a_name_is_only_a_name(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_commands_exist_with_their_options(command: str) -> None:
         if isinstance(found, click.Group):
             assert word in found.commands, command
             found = found.commands[word]
-    known = {option for parameter in found.params for option in parameter.opts}
+    known = {option for one in found.params for option in (*one.opts, *one.secondary_opts)}
     assert {word for word in words if word.startswith("--")} <= known
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from glm5q.config import ModelConfig
 from glm5q.errors import RecipeError, UserError
@@ -46,7 +46,8 @@ class Found:
     `best` is the one of those that fit whose decode is the fastest by `estimates`' model; if none
     fits, or a figure is unknown, the one that holds the most requests.
 
-    `smallest` is the least number of devices that fits, None if none of the powers of two does.
+    `smallest` is the least number of devices that fits, None if none up to MOST_DEVICES does.
+    `whole` is without the MTP layers where `mtp` is False.
     """
 
     subject: Subject
@@ -90,6 +91,7 @@ def plan(options: PlanOptions) -> Found:
     speeds = {device.layout: planner.decode(device.layout, cache) for device in devices}
     best = max(devices, key=lambda device: _fastest(device, speeds[device.layout]))
     on = roofline.Machine(config, recipe, chip, best.layout, cache, subject.elements)
+    whole = weights.weights(config, recipe, elements=subject.elements)
     return Found(
         subject,
         recipe,
@@ -98,7 +100,7 @@ def plan(options: PlanOptions) -> Found:
         load,
         mtp,
         cache,
-        weights.weights(config, recipe, elements=subject.elements),
+        whole if mtp else replace(whole, mtp=0),
         found,
         devices,
         best,
@@ -108,7 +110,7 @@ def plan(options: PlanOptions) -> Found:
         calibration.needs(
             config, recipe, chip, subject.source_bytes, subject.elements, options.disk_bytes_s
         ),
-        tuple(_notes(recipe, chip)),
+        tuple(_notes(options, recipe, chip, config)),
     )
 
 
@@ -128,10 +130,15 @@ def _check(
         )
 
 
-def _notes(recipe: Recipe, chip: base.Target) -> list[str]:
+def _notes(
+    options: PlanOptions, recipe: Recipe, chip: base.Target, config: ModelConfig
+) -> list[str]:
     notes = base.unverified_recipe_dtypes(chip.name, recipe.activations())
     if recipe.target != chip.name:
         notes.append(f"{recipe.name} was written for {recipe.target}")
+    most = config.max_position_embeddings
+    if options.context is None and most < LONGEST:
+        notes.append(f"{most:,} tokens a request, not {LONGEST:,}: the model was made for no more")
     return notes
 
 
@@ -166,15 +173,17 @@ class _Planner:
         return memory.Plan(config, mine, cache, layout, capacity(self.chip), self.mtp, self.reserve)
 
     def smallest(self, cache: Cache) -> int | None:
-        """Returns the least power of two of devices that holds the load in some legal layout."""
-        if capacity(self.chip) is None:
+        """Returns the least number of devices that holds the load in some legal layout."""
+        room = capacity(self.chip)
+        if room is None:
             return None
-        count = 1
-        while count <= MOST_DEVICES:
+        config, elements = self.subject.config, self.subject.elements
+        whole = weights.weights(config, self.recipe, elements=elements)
+        least = whole.total - (0 if self.mtp else whole.mtp)  # the fullest holds the mean or more
+        for count in range(max(1, -(-least // room)), MOST_DEVICES + 1):
             for one in layouts.legal(self.subject.config, self.recipe, count):
                 if one.why_not is None and self._plan(one.layout, cache).fits(self.load):
                     return count
-            count *= 2
         return None
 
     def other(self, kv: KvLayout, layout: Layout) -> Device | str:

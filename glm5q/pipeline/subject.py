@@ -13,6 +13,7 @@ from glm5q.shards import DTYPES
 from glm5q.types import Role
 from recipes import schema
 from recipes.schema import Keep
+from reports import record as records
 from targets import base, machine
 from targets.plan import weights
 from targets.plan.memory import Device
@@ -50,8 +51,23 @@ def subject_of(model: str) -> Subject:
     if not list(folder.glob("*.safetensors")):
         config, _ = read_config(folder)
         return Subject(model, config, weights.released, _plain_bytes(config))
+    _refuse_output(folder)
     source = open_checkpoint(folder)
     return Subject(model, source.config, elements_of(source), source.nbytes)
+
+
+def _refuse_output(folder: Path) -> None:
+    """Raises UserError for what `glm5q calibrate` wrote: a plan is of what is not made yet."""
+    try:
+        record = records.read_record(folder)
+    except (UserError, RecursionError):
+        return
+    if record.memory is not None and record.source is not None:
+        raise UserError(
+            f"{folder}: an output of glm5q, whose plan is in its report.json and report.html "
+            "(memory)",
+            f"read it there, or give its source's folder, {record.source.path}",
+        )
 
 
 def elements_of(source: Checkpoint) -> Elements:

@@ -52,7 +52,7 @@ CHIPS = {
         weights=_WEIGHTS,
         activations=_ACTIVATIONS,
         memory_bytes=Figure(64 * 2**30, "vendor", "CANN Ascend910_9382.ini: HBM 64 GiB a die"),
-        bandwidth_bytes_s=Figure(1.6e12, "press", "3.2 TB/s a 910C commonly quoted; unconfirmed"),
+        bandwidth_bytes_s=Figure(1.6e12, "hearsay", "3.2 TB/s a 910C commonly quoted; unconfirmed"),
         peak_ops_s={
             "bf16": Figure(354e12, "vendor", _DERIVED),
             "int8": Figure(708e12, "vendor", _DERIVED),

@@ -28,9 +28,9 @@ PROVES = {
         "code, and it never ran on an NPU"
     ),
     L3: (
-        "what the compiler fused on the way to L2, before it maps it to cores, run on this CPU, "
-        "passes the op's test matrix; nothing of the mapping, the NPU's exp, its order of sums, "
-        "its synchronisation or speed"
+        "what the compiler fused on the way to L2, before it maps it to cores, run on this CPU and "
+        "not on an NPU, passes the op's test matrix; nothing of the mapping, the NPU's exp, its "
+        "order of sums, its synchronisation or speed"
     ),
 }
 

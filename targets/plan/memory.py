@@ -27,7 +27,6 @@ TILE = 128  # latent features that share a float32 scale in the 656-byte row
 CHUNK_TOKENS = 8192  # prefilled at once: vLLM's and SGLang's usual chunk
 SCORE_BYTES = 512 << 20  # vLLM's VLLM_SPARSE_INDEXER_MAX_LOGITS_MB: prefill scores in slices of it
 RESERVE = 0.1  # of the device, left to the runtime: vLLM's --gpu-memory-utilization 0.9
-MOST_SEQUENCES = 1 << 20  # where a search for the largest concurrency stops
 
 
 @dataclass(frozen=True)
@@ -208,8 +207,15 @@ class Plan:
         if self.capacity is not None:
             most = self.config.max_position_embeddings
             context = _largest(most, lambda n: self.fits(Load(n, load.concurrency)))
-            concurrency = _largest(MOST_SEQUENCES, lambda n: self.fits(Load(load.context, n)))
+            concurrency = self._most(load.context)
         return Device(self.layout, self.parts(load), self.capacity, context, concurrency)
+
+    def _most(self, context: int) -> int:
+        """Returns the most sequences of `context` tokens that fit; each of them takes some room."""
+        above = 1
+        while self.fits(Load(context, above)):
+            above *= 2
+        return _largest(above - 1, lambda n: self.fits(Load(context, n)))
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

@@ -22,7 +22,7 @@ from targets.plan.memory import CHUNK_TOKENS, Cache, Layout, Load
 from targets.plan.weights import Elements, Matrix, matrices, matrix_bytes, released
 
 Bound = Literal["memory", "compute"]
-GRADES: tuple[Grade, ...] = ("measured", "vendor", "press", "unknown")
+GRADES: tuple[Grade, ...] = ("measured", "vendor", "press", "hearsay", "unknown")
 GROUPS = {
     Role.ATTENTION: "attention projections",
     Role.KV_B: "attention projections",

@@ -19,6 +19,7 @@ from fused_ops.op import UnsupportedOp
 Call = dict[str, Any]
 
 TOKENS, PAGES, PAGE, SEQUENCES = 4, 9, 128, 2
+WIDTHS = (512, 1536, 2048, 3072, 4096, 6144, 7168, 12_288)  # of GLM-5's and DeepSeek's experts
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -291,7 +292,16 @@ TABLE: dict[str, dict[str, tuple[list[Call], list[Call]]]] = {
             [matmul(6144, 4096), matmul(6144, 4096, groups=24)],
             [matmul(6144, 4096, groups=48), {"scale": [float32(16, 1, 4096)]}],
         ),
-        "int4_bias": ([{}], [{"bias": None}, {"bias": [empty(16, 4096)]}]),
+        "int4_bias": (
+            [{}],
+            [
+                {"bias": None},
+                {"bias": [empty(16, 4096)]},
+                {"bias": [float32(4096)]},
+                {"bias": [float32(16, 512)]},
+                {"bias": [float32(8, 4096)]},
+            ],
+        ),
         "int4_token_scale": ([{}], [{"per_token_scale": None}, {"per_token_scale": [half(100)]}]),
         "int4_output": (
             [{"output_dtype": torch.float16}],
@@ -314,6 +324,12 @@ TABLE: dict[str, dict[str, tuple[list[Call], list[Call]]]] = {
             [
                 {"offset": [float32(16, 1, 4096)], "output_dtype": torch.float16},
                 matmul(7168, 4096, offset=[float32(16, 1, 4096)]),
+                *(
+                    matmul(columns, out, offset=[float32(16, 1, out)], output_dtype=torch.float16)
+                    for columns in WIDTHS
+                    for out in WIDTHS
+                    if (columns, out) not in ((7168, 4096), (2048, 7168))
+                ),
             ],
         ),
         "int8_scale": (

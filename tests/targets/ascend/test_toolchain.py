@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -145,6 +146,26 @@ def test_another_python_is_refused_before_anything_is_made(
     with pytest.raises(UserError, match=r"Python 3\.11"):
         environment.setup(tmp_path / "made")
     assert not (tmp_path / "made").exists()
+
+
+def test_what_a_stage_shows_is_never_said_to_be_an_npu() -> None:
+    assert "there is no NPU object code, and it never ran on an NPU" in lower.PROVES[lower.L2]
+    assert "a stub stood in for the closed hivmc" in lower.PROVES[lower.L2]
+    assert "run on this CPU and not on an NPU" in lower.PROVES[lower.L3]
+    assert "nothing of the mapping, the NPU's exp" in lower.PROVES[lower.L3]
+
+
+def test_the_stub_is_labelled_and_makes_no_object_code(tmp_path: Path) -> None:
+    script, module, out = tmp_path / "hivmc", tmp_path / "in.mlir", tmp_path / "out"
+    script.write_text(toolchain.STUB)
+    assert toolchain.STUB.splitlines()[1].startswith("# STUB of hivmc")
+    assert "NO object code" in toolchain.STUB.splitlines()[1]
+    said = subprocess.run(["/bin/sh", script, "--version"], capture_output=True, check=True)
+    assert said.stdout == b"hivmc stub, produces no object code\n"
+    module.write_text("module {}")
+    subprocess.run(["/bin/sh", script, module, "-o", out], cwd=tmp_path, check=True)
+    assert (tmp_path / "out.o").read_bytes() == b""
+    assert (tmp_path / "final.mlir").read_text() == "module {}"
 
 
 def test_an_unknown_chip_lists_the_known(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from glm5q import releases
@@ -102,6 +104,37 @@ def test_prefill_scores_are_sliced_and_decode_s_are_not() -> None:
     assert memory.scores(Load(200_000, 1), layout) == memory.SCORE_BYTES
     assert memory.scores(Load(1000, 1), layout) == 1000 * 1000 * 4
     assert memory.scores(Load(200_000, 1024), layout) == 1024 * 200_000 * 4
+
+
+@pytest.mark.parametrize("load", [Load(1, 1), Load(1, 3_000_000), Load(16, 1_500_000)])
+def test_the_verdict_and_the_most_requests_agree(load: Load) -> None:
+    """However many short requests a large memory holds."""
+    plan = plan_on(Layout(64, 1, "whole"))
+    found = plan.device(load)
+    assert found.max_concurrency is not None
+    assert found.fits is (found.max_concurrency >= load.concurrency)
+    assert plan.fits(Load(load.context, found.max_concurrency))
+    assert not plan.fits(Load(load.context, found.max_concurrency + 1))
+
+
+def test_work_space_by_hand() -> None:
+    """A chunk of 8192: residuals 2 x 8192 x 6144 x 2 B; logits 2 sequences x 154880 / 4 x 4 B.
+
+    Attention of 32 of 128 heads: 8192 x 32 x (2 x 512 + 64 + 256) x 2 B is more than the experts'
+    16384 rows x (2 x 6144 + 3 x 2048) x 2 B; with GLM-5's own 64 heads it is less.
+    """
+    glm5 = release("glm-5")
+    load, layout = Load(200_000, 3), Layout(8, 4, "whole")
+    beside = 201_326_592 + 309_760
+    wide = replace(glm5, num_attention_heads=128)
+    assert memory.activations(wide, load, layout) == beside + 704_643_072
+    assert memory.activations(glm5, load, layout) == beside + 603_979_776
+    # Each expert split: 65536 rows x (2 x 6144 + 3 x 512) x 2 B; all three sequences' logits.
+    split = memory.activations(glm5, load, Layout(4, 4, "split"))
+    assert split == 201_326_592 + 3 * 154_880 + 1_811_939_328
+    # 1000 tokens are no whole chunk.
+    short = memory.activations(wide, Load(1000, 1), layout)
+    assert short == 2 * 1000 * 6144 * 2 + 154_880 + 1000 * 32 * 1344 * 2
 
 
 def why(name: str, layout: Layout, model: str = "glm-5", **changes: object) -> str | None:
