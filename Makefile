@@ -55,7 +55,8 @@ build/ascend/torch_npu: | $(VENV)/.tested
 
 # Public quantizers beside ours on the embedded checkpoint, each in an environment of its own under
 # build/peers (6 GB). What stands there is judged again, not made again. PEERS_ARGS="--windows 86
-# --sequence-length 2048 --eval-windows 48" is the full size; a tool that cannot be had is a row too.
+# --sequence-length 2048 --eval-windows 48 --eval-length 2048" is the full size. A tool that cannot be
+# had is a row too.
 PEERS = llmcompressor autoround gptqmodel msmodelslim
 
 peers: $(VENV)/.tested $(PEERS:%=build/peers/%/installed)
