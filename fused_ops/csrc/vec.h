@@ -46,6 +46,43 @@ static inline vf shuffled(vf v, vi lanes) {
   return __builtin_shuffle(v, lanes);
 #endif
 }
+// rows[i][j] becomes rows[j][i], by halves: a lane whose index has bit `s` changes sides.
+#if defined(__clang__)
+static inline vf from_two(vf a, vf b, vi lanes) {
+  vf out;
+  for (int i = 0; i < LANES; i++) out[i] = lanes[i] < LANES ? a[lanes[i]] : b[lanes[i] - LANES];
+  return out;
+}
+#else
+#define from_two(a, b, lanes) __builtin_shuffle(a, b, lanes)
+#endif
+#define LITERAL(...) vi __VA_ARGS__
+#define EXCHANGE(rows, s, low, high)             \
+  for (int i = 0; i < LANES; i++)                \
+    if (!(i & s)) {                              \
+      vf a = rows[i], b = rows[i + s];           \
+      rows[i] = from_two(a, b, LITERAL low);       \
+      rows[i + s] = from_two(a, b, LITERAL high);  \
+    }
+static inline void transpose(vf* rows) {
+#if LANES == 16
+  EXCHANGE(rows, 8, ({0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}),
+           ({8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31}))
+  EXCHANGE(rows, 4, ({0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}),
+           ({4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31}))
+  EXCHANGE(rows, 2, ({0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}),
+           ({2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31}))
+  EXCHANGE(rows, 1, ({0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}),
+           ({1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31}))
+#elif LANES == 8
+  EXCHANGE(rows, 4, ({0, 1, 2, 3, 8, 9, 10, 11}), ({4, 5, 6, 7, 12, 13, 14, 15}))
+  EXCHANGE(rows, 2, ({0, 1, 8, 9, 4, 5, 12, 13}), ({2, 3, 10, 11, 6, 7, 14, 15}))
+  EXCHANGE(rows, 1, ({0, 8, 2, 10, 4, 12, 6, 14}), ({1, 9, 3, 11, 5, 13, 7, 15}))
+#else
+  EXCHANGE(rows, 2, ({0, 1, 4, 5}), ({2, 3, 6, 7}))
+  EXCHANGE(rows, 1, ({0, 4, 2, 6}), ({1, 5, 3, 7}))
+#endif
+}
 static inline vf vadd(vf a, vf b) { return a + b; }
 static inline float lane_sum(vf v) {
   ACROSS_LANES(v, vadd)

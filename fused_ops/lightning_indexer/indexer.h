@@ -115,18 +115,34 @@ static void score_block(const Chunk& c, int64_t row_block, int64_t key_block) {
   }
 }
 
-// keys [tiles, dim, KEY_TILE] of one sequence, zero beyond its last; scales likewise.
+// keys [tiles, dim, KEY_TILE] of one sequence, zero beyond its last; scales likewise. `row` has
+// room for LANES keys.
 static void pack_tile(const IndexerArgs& a, int64_t sequence, int64_t count, int64_t tile,
                       float* keys, float* scales, float* row, const float* fp8) {
-  int64_t first = a.key_offsets[sequence];
-  for (int lane = 0; lane < KEY_TILE; lane++) {
-    int64_t position = tile * KEY_TILE + lane;
-    bool inside = position < count;
-    if (inside) widen(row, row_at(a.key, sequence, first, position), a.dim, (int)a.dtype, fp8);
-    for (int64_t d = 0; d < a.dim; d++)
-      keys[(tile * a.dim + d) * KEY_TILE + lane] = inside ? row[d] : 0.0f;
-    if (a.key_scale.base)
-      scales[position] = inside ? *(const float*)row_at(a.key_scale, sequence, first, position) : 0;
+  int64_t first = a.key_offsets[sequence], whole = a.dim / LANES * LANES;
+  float* to = keys + tile * a.dim * KEY_TILE;
+  for (int group = 0; group < KEY_TILE; group += LANES) {  // of LANES keys, turned block by block
+    for (int lane = 0; lane < LANES; lane++) {
+      int64_t position = tile * KEY_TILE + group + lane;
+      bool inside = position < count;
+      float* mine = row + lane * a.dim;
+      if (inside)
+        widen(mine, row_at(a.key, sequence, first, position), a.dim, (int)a.dtype, fp8);
+      else
+        memset(mine, 0, (size_t)a.dim * 4);
+      if (a.key_scale.base)
+        scales[position] =
+            inside ? *(const float*)row_at(a.key_scale, sequence, first, position) : 0;
+    }
+    for (int64_t d = 0; d < whole; d += LANES) {
+      vf block[LANES];
+      for (int lane = 0; lane < LANES; lane++) block[lane] = load(row + lane * a.dim + d);
+      transpose(block);
+      for (int i = 0; i < LANES; i++) store(to + (d + i) * KEY_TILE + group, block[i]);
+    }
+    for (int64_t d = whole; d < a.dim; d++)
+      for (int lane = 0; lane < LANES; lane++)
+        to[d * KEY_TILE + group + lane] = row[lane * a.dim + d];
   }
 }
 
@@ -143,7 +159,7 @@ static int index_sequence(const IndexerArgs& a, int64_t sequence, const float* f
   float* queries = (float*)aligned(chunk * heads * a.dim * 4);
   float* weights = (float*)aligned(chunk * heads * 4);
   float* scores = (float*)aligned(chunk * width * 4);
-  float* rows = (float*)aligned(threads * round_up(a.dim, 16) * 4);
+  float* rows = (float*)aligned(threads * round_up(LANES * a.dim, 16) * 4);
   uint32_t* scratch = (uint32_t*)aligned(threads * 2 * width * 4);
   bool failed = !keys || !scales || !queries || !weights || !scores || !rows || !scratch;
 #pragma omp parallel num_threads(threads) if (!failed)
@@ -151,7 +167,8 @@ static int index_sequence(const IndexerArgs& a, int64_t sequence, const float* f
     int me = omp_get_thread_num();
 #pragma omp for schedule(static)
     for (int64_t tile = 0; tile < tiles; tile++)
-      pack_tile(a, sequence, count, tile, keys, scales, rows + me * round_up(a.dim, 16), fp8);
+      pack_tile(a, sequence, count, tile, keys, scales,
+                rows + me * round_up(LANES * a.dim, 16), fp8);
     for (int64_t low = 0; low < tokens; low += chunk) {
       int64_t held = min64(chunk, tokens - low);
       Chunk c = {queries, weights, keys, a.key_scale.base ? scales : nullptr, scores,
