@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from calibrate.descent import DAMPING
-from calibrate.gptq import DAMPING_STEPS, GptqResult
+from calibrate.gptq import DAMPING_STEPS, GptqResult, diagonal_mean
 from glm5q import quant
 from glm5q.types import IntScheme
 from recipes.schema import Clip
@@ -111,13 +111,12 @@ def factor(gram: Tensor, damping: float, act_order: bool) -> Factored:
     a matrix as its single one, and a blocked one of our own as long (H200, CUDA 13.0).
     """
     stack, columns, _ = gram.shape
-    mean = gram.diagonal(dim1=1, dim2=2).mean(-1)
     found = Factored(
         gram,
         _order(gram, act_order),
         torch.empty_like(gram, dtype=_operand(gram)),
         gram.new_empty((stack, columns // BLOCK, BLOCK, BLOCK)),
-        torch.where(mean > 0, mean, torch.ones_like(mean)),
+        diagonal_mean(gram),
         torch.zeros(stack, dtype=torch.bool, device=gram.device),
     )
     for index in range(stack):
@@ -267,10 +266,8 @@ def _factor(factored: Factored, index: int, ridge: Tensor) -> Tensor:
 
 
 def _damped(gram: Tensor, share: float) -> Tensor:
-    mean = gram.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True)
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # all-zero activations
     damped = gram.clone()
-    damped.diagonal(dim1=1, dim2=2).add_(share * mean)
+    damped.diagonal(dim1=1, dim2=2).add_(share * diagonal_mean(gram).unsqueeze(-1))
     return damped
 
 

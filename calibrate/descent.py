@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from calibrate.gptq import diagonal_mean
 from glm5q import quant
 from glm5q.types import IntScheme
 
@@ -26,9 +27,9 @@ def descend(
     """
     weight = weight.float()
     columns = gram.shape[-1]
-    mean = gram.diagonal(dim1=1, dim2=2).mean(-1)
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # all-zero activations
-    damped = gram + (DAMPING * mean).view(-1, 1, 1) * torch.eye(columns, device=gram.device)
+    damped = gram + (DAMPING * diagonal_mean(gram)).view(-1, 1, 1) * torch.eye(
+        columns, device=gram.device
+    )
     for _ in range(rounds):
         for _ in range(2):
             codes = _move_codes(weight, codes, scale, damped, scheme)

@@ -123,6 +123,12 @@ def _round_block(
     return errors, codes
 
 
+def diagonal_mean(gram: Tensor) -> Tensor:
+    """Returns what damping is a share of, [stack]: the diagonal's mean, 1 if that is 0."""
+    mean = gram.diagonal(dim1=1, dim2=2).mean(-1)
+    return torch.where(mean > 0, mean, torch.ones_like(mean))
+
+
 def _feedback(gram: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """Returns (M [stack, in, in] unit upper triangular, damping used [stack]).
 
@@ -130,8 +136,7 @@ def _feedback(gram: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     the damping grows tenfold; after DAMPING_STEPS the entry gets nan and M = identity.
     """
     columns = gram.shape[-1]
-    mean = gram.diagonal(dim1=1, dim2=2).mean(-1)
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))
+    mean = diagonal_mean(gram)
     used = torch.full_like(mean, damping)
     reversed_gram = gram.flip((1, 2))
     eye = torch.eye(columns, device=gram.device)

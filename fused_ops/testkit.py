@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.op import Implementation, OpRequest, load, resolve
+from fused_ops.op import Implementation, OpRequest, load
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,6 @@ def check(op: str, function: Callable[..., Any], device: str = "cpu") -> list[tu
             problem = f"raised {type(error).__name__}: {error}"
             verdicts.append((case, Verdict(float("inf"), 0.0, problem)))
     return verdicts
-
-
-def check_named(op: str, entry: str, device: str = "cpu") -> list[tuple[Case, Verdict]]:
-    """As check, for a "module:function" string: `glm5q bench --check-only --impl`."""
-    return check(op, resolve(entry), device)
 
 
 def relative_error(result: Tensor, truth: Tensor) -> float:

@@ -43,9 +43,11 @@ def tensors_of(layers: int) -> Tensors:
     return tensors
 
 
-def calibrate(folder: Path, layers: int, recipe: Path, warm: Warm) -> Ended:
-    raw = WIDE | {"num_hidden_layers": layers}
-    source = small.write_checkpoint(folder / "source", raw, tensors_of(layers))
+def small_run(
+    folder: Path, raw: dict[str, Any], recipe: Path, warm: Warm, tensors: Tensors | None = None
+) -> Ended:
+    """A calibration of four windows of 64 tokens; its checkpoint is `folder`/source."""
+    source = small.write_checkpoint(folder / "source", raw, tensors)
     data = small.write_text(folder / "text.jsonl", 2000)
     evaluation = small.write_text(folder / "other.jsonl", 1000, seed=1)
     ended = warm.run(
@@ -54,7 +56,13 @@ def calibrate(folder: Path, layers: int, recipe: Path, warm: Warm) -> Ended:
         "--output", folder / "out",
     )  # fmt: skip
     assert ended.code == 0, ended.stderr
-    assert open_checkpoint(source).layer_bytes(1) > 6 * MB
+    return ended
+
+
+def calibrate(folder: Path, layers: int, recipe: Path, warm: Warm) -> Ended:
+    raw = WIDE | {"num_hidden_layers": layers}
+    ended = small_run(folder, raw, recipe, warm, tensors_of(layers))
+    assert open_checkpoint(folder / "source").layer_bytes(1) > 6 * MB
     return ended
 
 

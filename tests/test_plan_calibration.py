@@ -12,24 +12,11 @@ from recipes import schema
 from targets import base
 from targets.plan import calibration
 from tests import small
-from tests.test_memory import MB, cheap_recipe
+from tests.test_memory import MB, cheap_recipe, small_run
 from tests.warm import Warm
 
 NARROW = small.GLM5 | {"num_nextn_predict_layers": 0}
 WIDE = NARROW | {"hidden_size": 768, "moe_intermediate_size": 512, "n_routed_experts": 24}
-
-
-def peak(folder: Path, raw: dict[str, Any], recipe: Path, warm: Warm) -> int:
-    source = small.write_checkpoint(folder / "source", raw)
-    data = small.write_text(folder / "text.jsonl", 2000)
-    evaluation = small.write_text(folder / "other.jsonl", 1000, seed=1)
-    ended = warm.run(
-        "calibrate", source, "--recipe", recipe, "--data", data, "--eval-data", evaluation,
-        "--windows", "4", "--sequence-length", "64", "--eval-windows", "2",
-        "--output", folder / "out",
-    )  # fmt: skip
-    assert ended.code == 0, ended.stderr
-    return ended.peak_bytes
 
 
 def planned(raw: dict[str, Any], recipe: Path) -> int:
@@ -43,7 +30,10 @@ def test_main_memory_is_what_was_planned(tmp_path: Path) -> None:
     """A wide checkpoint beside a narrow one, so that the interpreter does not count."""
     recipe = cheap_recipe(tmp_path / "cheap.yaml")
     with Warm(tmp_path, MALLOC_MMAP_THRESHOLD_="131072") as warm:
-        taken = [peak(tmp_path / n, raw, recipe, warm) for n, raw in (("a", NARROW), ("b", WIDE))]
+        taken = [
+            small_run(tmp_path / n, raw, recipe, warm).peak_bytes
+            for n, raw in (("a", NARROW), ("b", WIDE))
+        ]
     expected = planned(WIDE, recipe) - planned(NARROW, recipe)
     print(f"MB taken {(taken[1] - taken[0]) / MB:.0f}, planned {expected / MB:.0f}")
     assert taken[1] - taken[0] == pytest.approx(expected, rel=0.25)

@@ -76,16 +76,15 @@ def attend(
     sequences, scale,
     SELECTED: tl.constexpr, PART: tl.constexpr, VALUE: tl.constexpr, REST: tl.constexpr,
     H: tl.constexpr, V: tl.constexpr, R: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
-    STEPS: tl.constexpr, KV: tl.constexpr, ONLINE: tl.constexpr, WIDEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    STEPS: tl.constexpr, KV: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """H heads of a token over PART of its SELECTED rows, N at a time; V, R pad VALUE and REST.
 
     `scale` is in bits: log2(e) x the softmax's. KV is 0 for plain rows, 1 for fp8 and 2 for int8
-    rows of 656 bytes. Softmax needs a base near the largest logit. ONLINE carries the largest so
-    far and rescales the sums with it. Otherwise zero serves, and a token whose logits lie further
-    than FAR bits from it is done again from its own largest: rare, exact, and the loop is left with
-    no reduction and no rescaling, which on an H200 take as long as the products.
+    rows of 656 bytes. Softmax needs a base near the largest logit. Zero serves, and a token whose
+    logits lie further than FAR bits from it is done again from its own largest: rare, exact, and
+    the loop is left without the usual reduction and rescaling, which on an H200 take as long as the
+    products.
     """
     FAR: tl.constexpr = 64.0
     token = tl.program_id(0).to(tl.int64)
@@ -107,8 +106,6 @@ def attend(
     listed = indices + token * index_stride + part * PART
     room = min(PART, SELECTED - part * PART)
     base = tl.zeros((H,), tl.float32)
-    if ONLINE:
-        base = tl.full((H,), float("-inf"), tl.float32)
     total = tl.zeros((H,), tl.float32)
     whole = total
     sums = tl.zeros((V, H), tl.float32)
@@ -137,32 +134,20 @@ def attend(
                 if REST > 0:
                     logits += tl.dot(more, tl.trans(far), input_precision=PRECISION) * scale
             logits = tl.where(chosen[:, None], logits, float("-inf"))
-            if ONLINE:
-                peak = tl.maximum(base, tl.max(logits, 0))
-                zero = tl.where(peak == float("-inf"), 0.0, peak)  # nothing yet: no inf - inf
-                weight = tl.exp2(logits - zero[None, :])
-                shrink = tl.exp2(base - zero)
-                total = total * shrink + tl.sum(weight, 0)
-                sums = sums * shrink[None, :]
-                base = peak
-            else:
-                weight = tl.exp2(logits - base[None, :])
-                # Rows a thread holds together are added at once: fewer sums to carry.
-                weights += tl.sum(tl.reshape(weight, (N // 16, 2, 8, H)), 1)
-                used = weight.to(rows.dtype).to(tl.float32)
-                rounded += tl.sum(tl.reshape(used, (N // 16, 2, 8, H)), 1)
-                peaks = tl.maximum(peaks, tl.max(tl.reshape(logits, (N // 16, 2, 8, H)), 1))
+            weight = tl.exp2(logits - base[None, :])
+            # Rows a thread holds together are added at once: fewer sums to carry.
+            weights += tl.sum(tl.reshape(weight, (N // 16, 2, 8, H)), 1)
+            used = weight.to(rows.dtype).to(tl.float32)
+            rounded += tl.sum(tl.reshape(used, (N // 16, 2, 8, H)), 1)
+            peaks = tl.maximum(peaks, tl.max(tl.reshape(logits, (N // 16, 2, 8, H)), 1))
             sums = tl.dot(tl.trans(rows), weight.to(rows.dtype), sums, input_precision=PRECISION)
-        again = False
-        whole = total
-        if not ONLINE:
-            total = tl.sum(tl.sum(weights, 0), 0)
-            whole = tl.sum(tl.sum(rounded, 0), 0)
-            peak = tl.max(tl.max(peaks, 0), 0)
-            peak = tl.where(peak == float("-inf"), base, peak)
-            off = tl.abs(peak - base)
-            again = tl.max(off, 0) > FAR
-            base = tl.where(off > FAR, peak, base)
+        total = tl.sum(tl.sum(weights, 0), 0)
+        whole = tl.sum(tl.sum(rounded, 0), 0)
+        peak = tl.max(tl.max(peaks, 0), 0)
+        peak = tl.where(peak == float("-inf"), base, peak)
+        off = tl.abs(peak - base)
+        again = tl.max(off, 0) > FAR
+        base = tl.where(off > FAR, peak, base)
     some = total > 0
     # Divided by the sum of the rounded weights, one row alone comes out as it is.
     result = tl.trans(sums / tl.where(some, whole, 1.0)[None, :])

@@ -64,8 +64,7 @@ def sparse_attention(
         SELECTED=selected, PART=part * rows, VALUE=value_dim, REST=dim - value_dim,
         H=block, V=power_of_two(value_dim), R=power_of_two(dim - value_dim), N=rows,
         PAGE=0 if page_table is None else latent.shape[1],
-        STEPS=(offsets.shape[0] - 2).bit_length(), KV=KV[kv_format], ONLINE=False,
-        WIDEN=interpreted(),
+        STEPS=(offsets.shape[0] - 2).bit_length(), KV=KV[kv_format], WIDEN=interpreted(),
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=8, num_stages=stages,
     )  # fmt: skip
