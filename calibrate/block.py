@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from calibrate import rows
+from calibrate.rows import rms_norm as rms_norm
 from fused_ops.expert_gemm.reference import expert_gemm
 from fused_ops.lightning_indexer.reference import lightning_indexer
 from fused_ops.sparse_attention.reference import sparse_attention
@@ -31,9 +32,13 @@ class Observer:
     """Sees what a forward computes; override what is wanted.
 
     Whoever runs the forward sets `first_token`, the stream's number of the first token it runs on.
+    What `indexer` and `attention` are handed is what is used next; calibrate.caches rounds it.
+    One that does not `want_output` gets `experts` of the last stack with no rows of y: a third of
+    the experts' work is not done, and what the layer returns as hidden states means nothing.
     """
 
     first_token = 0
+    want_output = True
 
     def linear(self, path: str, x: Tensor, y: Tensor) -> None:
         """One matrix: x [tokens, in] before its activation grid, y [tokens, out]."""
@@ -62,13 +67,6 @@ class LayerOutput:
     hidden: Tensor
     indices: Tensor
     experts: Tensor | None
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x / rms(x) x weight over the last dimension, computed in float32."""
-    values = x.float()
-    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return (values * scale * weight.float()).to(x.dtype)
 
 
 def rotary_angles(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -108,15 +106,13 @@ def decoder_layer(
     run = _Run(config, weights, observer)
     eps = config.rms_norm_eps
     compute = weights.matrices["self_attn.o_proj"].dtype  # the residual stream may be wider
-    normed = rms_norm(hidden, run.vector("input_layernorm.weight"), eps).to(compute)
+    normed = rms_norm(hidden, run.vector("input_layernorm.weight"), eps, compute)
     attention, indices = run.attention(normed, offsets, indices)
-    hidden = hidden + attention
-    normed = rms_norm(hidden, run.vector("post_attention_layernorm.weight"), eps).to(compute)
+    weight = run.vector("post_attention_layernorm.weight")
+    hidden, normed = rows.add_and_norm(hidden, attention, weight, eps, compute)
     if "mlp.gate" in weights.matrices:
-        update, experts = run.mixture(normed)
-    else:
-        update, experts = run.mlp("mlp.", normed), None
-    return LayerOutput(hidden + update, indices, experts)
+        return LayerOutput(*run.mixture(normed, hidden, indices))
+    return LayerOutput(hidden + run.mlp("mlp.", normed), indices, None)
 
 
 def mtp_input(config: ModelConfig, weights: Weights, embedded: Tensor, hidden: Tensor) -> Tensor:
@@ -154,6 +150,7 @@ class _Run:
         self, x: Tensor, offsets: Tensor, indices: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         c = self.config
+        length = self._attends_all(x, offsets)
         angles = rotary_angles(positions(offsets), c.qk_rope_head_dim, c.rope_theta)
         q_latent = rms_norm(
             self.linear("self_attn.q_a_proj", x),
@@ -162,7 +159,7 @@ class _Run:
         )
         if "self_attn.indexer.wk" in self.weights.matrices:
             with torch.no_grad():  # a choice has no gradient
-                indices = self.select(x, q_latent, angles, offsets)
+                indices = self.select(x, q_latent, angles, offsets, length)
         elif indices is None:
             raise ValueError("a layer without an indexer needs an earlier layer's indices")
         query = self.linear("self_attn.q_b_proj", q_latent)
@@ -176,11 +173,12 @@ class _Run:
         kv_b = self.weights.matrices["self_attn.kv_b_proj"]
         kv_b = kv_b.view(c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
         w_key, w_value = kv_b.split((c.qk_nope_head_dim, c.v_head_dim), 1)
-        q_rope, k_rope = rotate(q_rope, angles), rotate(k_rope, angles)
-        length = self._attends_all(x, offsets)
+        k_rope = rotate(k_rope, angles)
         if length:
-            values = _attend_all(q_nope, q_rope, latent, k_rope, w_key, w_value, length)
+            rows.rotate_heads(query, c.qk_nope_head_dim, angles)
+            values = attend_all(query, latent, k_rope, w_key, w_value, length)
             return self.linear("self_attn.o_proj", values), indices
+        q_rope = rotate(q_rope, angles)
         absorbed = torch.einsum("thd,hdc->thc", q_nope, w_key)
         query = torch.cat((absorbed, q_rope), -1)
         latent = torch.cat((latent, k_rope), -1)
@@ -193,11 +191,24 @@ class _Run:
         return self.linear("self_attn.o_proj", values), indices
 
     def select(
-        self, x: Tensor, q_latent: Tensor, angles: tuple[Tensor, Tensor], offsets: Tensor
+        self,
+        x: Tensor,
+        q_latent: Tensor,
+        angles: tuple[Tensor, Tensor],
+        offsets: Tensor,
+        length: int = 0,
     ) -> Tensor:
-        """The indexer: query and key rotate their first qk_rope_head_dim features."""
+        """The indexer: query and key rotate their first qk_rope_head_dim features.
+
+        Where all of `length` keys are attended it is run only to be watched.
+        """
         c = self.config
         prefix = "self_attn.indexer."
+        if length and not self._watched("indexer"):
+            for path, value in (("wq_b", q_latent), ("wk", x), ("weights_proj", x)):
+                if self.observer is not None:
+                    self.linear(prefix + path, value)
+            return _all_before(length, x.shape[0], c.index_topk, x.device)
         query = self.linear(prefix + "wq_b", q_latent)
         query = query.unflatten(-1, (c.index_n_heads, c.index_head_dim))
         key = F.layer_norm(
@@ -212,7 +223,7 @@ class _Run:
         query, key = self._rotate_first(query, angles), self._rotate_first(key, angles)
         if self.observer is not None:
             self.observer.indexer(query, key, gates, offsets)
-        if length := self._attends_all(x, offsets):
+        if length:
             return _all_before(length, x.shape[0], c.index_topk, x.device)
         select = _on_device("lightning_indexer", x) or lightning_indexer
         return select(query, key, gates, offsets, c.index_topk)
@@ -223,15 +234,23 @@ class _Run:
         It may where no query has more keys than the indexer chooses, all sequences are as long,
         and nobody asked to see what the attention reads.
         """
-        watched = self.observer is not None and (
-            type(self.observer).attention is not Observer.attention
-        )
-        if watched or not x.is_cuda or x.dtype != torch.bfloat16 or torch.is_grad_enabled():
+        if (
+            self._watched("attention")
+            or not x.is_cuda
+            or x.dtype != torch.bfloat16
+            or torch.is_grad_enabled()
+        ):
             return 0
         lengths = offsets.diff()
         longest = int(lengths.max())
         equal = longest * len(lengths) == x.shape[0]
         return longest if equal and longest <= self.config.index_topk else 0
+
+    def _watched(self, what: str) -> bool:
+        """Whether the observer looks at that itself."""
+        if self.observer is None:
+            return False
+        return getattr(type(self.observer), what) is not getattr(Observer, what)
 
     def _rotate_first(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         rope = self.config.qk_rope_head_dim
@@ -243,22 +262,28 @@ class _Run:
         up = self.linear(prefix + "up_proj", x)
         return self.linear(prefix + "down_proj", F.silu(gate) * up)
 
-    def mixture(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Routed experts plus the shared one, which is neither gated nor scaled."""
+    def mixture(self, x: Tensor, hidden: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (hidden plus routed experts plus the shared one, indices, experts).
+
+        The shared one is neither gated nor scaled.
+        """
         gates, experts = self.route(x)
-        order = experts.flatten().argsort(stable=True)
+        order = experts.flatten().to(torch.int16).argsort(stable=True)
         counts = torch.bincount(experts.flatten(), minlength=self.config.n_routed_experts)
         offsets = F.pad(counts.cumsum(0), (1, 0))
         tokens = order // experts.shape[1]
         both = self.expert_gemm(names.GATE_UP, x, offsets, tokens, gather=True)
         inner = rows.swiglu(both)
         del both  # 4 GB at full size
+        shared = None
+        if self.config.n_shared_experts:
+            shared = self.mlp("mlp.shared_experts.", x)
+        if self.observer is not None and not self.observer.want_output:
+            self.observer.experts(names.DOWN, inner, offsets, hidden[:0], tokens)
+            return hidden, indices, experts
         down = self.expert_gemm(names.DOWN, inner, offsets, tokens)
         del inner
-        routed = rows.add_choices(down, gates, order)
-        if self.config.n_shared_experts:
-            routed = routed + self.mlp("mlp.shared_experts.", x)
-        return routed, experts
+        return rows.add_choices(down, gates, order, shared, hidden), indices, experts
 
     def expert_gemm(
         self, path: str, x: Tensor, offsets: Tensor, tokens: Tensor, gather: bool = False
@@ -282,7 +307,7 @@ class _Run:
         values collapse onto a handful and most tokens are rerouted.
         """
         c = self.config
-        logits = F.linear(x.float(), self.weights.matrices["mlp.gate"].float())
+        logits = _exact_linear(x, self.weights.matrices["mlp.gate"])
         scores = logits.sigmoid()
         biased = scores + self.vector("mlp.gate.e_score_correction_bias")
         experts = biased.topk(c.num_experts_per_tok, -1).indices
@@ -294,25 +319,27 @@ class _Run:
         return gates * c.routed_scaling_factor, experts
 
 
-def _attend_all(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    w_key: Tensor,
-    w_value: Tensor,
-    length: int,
+def _exact_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns float32 x weight'; of bfloat16 every product is exact, and summed in float32."""
+    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and not torch.is_grad_enabled():
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
+
+
+def attend_all(
+    query: Tensor, latent: Tensor, k_rope: Tensor, w_key: Tensor, w_value: Tensor, length: int
 ) -> Tensor:
     """Causal attention over all keys [tokens, heads x value], keys and values taken apart.
 
     What the sparse one gives where everything is chosen, at a fifth of its work: a head has 256
-    features instead of the latent's 576.
+    features instead of the latent's 576. `query` [tokens, heads, features] is rotated.
     """
-    heads = w_key.shape[0]
-    key = torch.einsum("tc,hdc->thd", latent, w_key)
-    key = torch.cat((key, k_rope.unsqueeze(1).expand(-1, heads, -1)), -1)
-    value = torch.einsum("tc,hvc->thv", latent, w_value)
-    query = torch.cat((q_nope, q_rope), -1)
+    heads, nope, _ = w_key.shape
+    rope = query.shape[-1] - nope
+    padded = F.pad(w_key, (0, 0, 0, rope))  # the product leaves room for the rotated features
+    key = F.linear(latent, padded.flatten(0, 1)).unflatten(-1, (heads, -1))
+    key[..., nope:] = k_rope.unsqueeze(1)
+    value = F.linear(latent, w_value.flatten(0, 1)).unflatten(-1, (heads, -1))
     query, key, value = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (query, key, value))
     output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     return output.transpose(1, 2).flatten(2).flatten(0, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calibrate import batched
 from calibrate.descent import descend
-from calibrate.gptq import blend, gptq, layer_mean, pooled_share
+from calibrate.gptq import blend, gptq, layer_mean, pooled_share, with_ridge
 from calibrate.observe import Moments
 from calibrate.ranks import ALONE, Ranks
 from calibrate.rtn import rtn, search_scale
@@ -21,8 +21,9 @@ from glm5q.types import (
     ActivationGrid,
     CodedScheme,
     Fallback,
+    IntScheme,
 )
-from recipes.schema import Gptq, Rtn
+from recipes.schema import Clip, Gptq, Rtn
 
 STACK_ELEMENTS = 1 << 28  # weights of a stack worked on at once: 1 GB as float32
 DEVICE_STACK_ELEMENTS = 3 << 27  # on a GPU: 16 experts' gate and up fill an H200 once
@@ -65,12 +66,16 @@ class Candidates:
 
 @dataclass
 class LayerPlan:
-    """Candidates of every matrix that gets codes, kept matrices, and what did not go as asked."""
+    """Candidates of every matrix that gets codes, kept matrices, and what did not go as asked.
+
+    `own` is what did not on this rank alone.
+    """
 
     descent: int  # rounds after GPTQ
     candidates: dict[str, Candidates] = field(default_factory=dict)
     kept: dict[str, Tensor] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
+    own: list[Fallback] = field(default_factory=list)
 
 
 def find_candidates(
@@ -131,7 +136,7 @@ def _halved(layer: int, path: str, parts: list[slice], plan: LayerPlan) -> list[
     """Returns the same entries in parts half as large, said in the record."""
     step = -(-(parts[0].stop - parts[0].start) // 2)
     action = f"{step} matrices rounded at once"
-    plan.fallbacks.append(Fallback(layer, path, "device out of memory", action))
+    plan.own.append(Fallback(layer, path, "device out of memory", action))
     first, last = parts[0].start, parts[-1].stop
     return [slice(start, min(start + step, last)) for start in range(first, last, step)]
 
@@ -156,7 +161,8 @@ def _tries(
     def gram(part: slice) -> Tensor | None:
         if layer_gram is None or share is None:
             return None
-        return blend(moments, part, layer_gram, share)
+        grams = blend(moments, part, layer_gram, share)
+        return grams if isinstance(wanted, Rtn) else with_ridge(grams, wanted.ridge)
 
     if not batched.fits(stack, wanted.scheme()):
         for part in parts:
@@ -213,20 +219,39 @@ def _try_batched(
     """As _try, all matrices of the part in one launch; theirs lie transposed in between."""
     scheme = wanted.scheme()
     square = square if factored is None else factored.gram.diagonal(dim1=1, dim2=2)
-    scales = batched.search_scale(weight, square, scheme, wanted.clip)
+    scales = _searched(weight, square, scheme, wanted.clip)
     scale = scales.transpose(1, 2)
-    tried = {"rtn": (rtn(weight, scale, scheme), scale)}
+    tried = {"rtn": (batched.rtn(weight, scales, scheme), scale)}
     if factored is None or not isinstance(wanted, Gptq):
         return tried, torch.zeros(len(weight), device=weight.device)
-    transposed = weight.transpose(1, 2).contiguous()
-    problem = batched.Problem(transposed, scales, factored.gram, scheme)
+    problem = batched.Problem(batched.turned(weight), scales, factored.gram, scheme)
     result = batched.gptq(problem, wanted.damping, factored)
-    tried["gptq"] = (result.codes.transpose(1, 2), scale)
+    tried["gptq"] = (batched.turned(result.codes), scale)
     if descent:
         codes, refitted = batched.descend(problem, result.codes, descent)
-        descended = codes.transpose(1, 2), refitted.transpose(1, 2)
+        descended = batched.turned(codes), refitted.transpose(1, 2)
         tried["descent"] = _where_factored(result.damping, descended, tried["gptq"])
     return tried, result.damping
+
+
+def _searched(weight: Tensor, square: Tensor, scheme: IntScheme, clip: Clip) -> Tensor:
+    """rtn.search_scale by the batched kernel, which knows positive scales [stack, groups, out]."""
+    scales = batched.search_scale(weight, square, scheme, clip)
+    if not clip.signed:
+        return scales
+    turned = -batched.search_scale(-weight, square, scheme, clip)
+    errors = [_clip_error(weight, square, s.transpose(1, 2), scheme) for s in (scales, turned)]
+    return torch.where((errors[1] < errors[0]).transpose(1, 2), turned, scales)
+
+
+def _clip_error(weight: Tensor, square: Tensor, scale: Tensor, scheme: IntScheme) -> Tensor:
+    """What search_scale minimises [stack, out, groups], a matrix of the stack at a time."""
+    found = torch.empty_like(scale)
+    for index, (matrix, step) in enumerate(zip(weight, scale, strict=True)):
+        rounded = quant.dequantize(quant.quantize(matrix, step, scheme), step)
+        error = (rounded - matrix.float()).square() * square[index]
+        found[index] = quant.grouped(error, scheme.group_size).sum(-1)
+    return found
 
 
 def _where_factored(

@@ -66,7 +66,10 @@ def _move_codes(
 def _refit_scales(
     weight: Tensor, codes: Tensor, scale: Tensor, gram: Tensor, scheme: IntScheme
 ) -> Tensor:
-    """Each group's scale to its least-squares value, rounded to its stored dtype, if that helps."""
+    """Each group's scale to its least-squares value, rounded to its stored dtype, if that helps.
+
+    A scale keeps its sign.
+    """
     columns = weight.shape[-1]
     width = quant.group_columns(columns, scheme.group_size)
     gradient = (quant.dequantize(codes, scale) - weight) @ gram
@@ -77,8 +80,9 @@ def _refit_scales(
         product = part @ gram[:, span, :]
         curvature = (product[:, :, span] * part).sum(-1)
         slope = (gradient[:, :, span] * part).sum(-1)
-        wanted = scale[:, :, group] - slope / curvature.clamp(min=1e-30)
-        change = quant.round_scale(wanted.clamp(min=0), scheme) - scale[:, :, group]
+        sign = scale[:, :, group].sign()
+        wanted = sign * (scale[:, :, group] - slope / curvature.clamp(min=1e-30))
+        change = sign * quant.round_scale(wanted.clamp(min=0), scheme) - scale[:, :, group]
         gain = 2 * change * slope + change.square() * curvature
         change = torch.where((gain < 0) & (wanted > 0), change, torch.zeros_like(change))
         scale[:, :, group] += change

@@ -36,6 +36,56 @@ def stored_scale(scale, BFLOAT16: tl.constexpr):
 
 
 @triton.jit
+def round_codes(
+    weight, scales, codes, rows, columns, groups,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """rtn: weight [experts, rows, columns] in steps of `scales` [experts, groups, rows]."""
+    place = tl.program_id(0).to(tl.int64)
+    expert, row = place // rows, place % rows
+    column = tl.arange(0, SPAN)
+    inside = column < columns
+    w = tl.load(weight + place * columns + column, mask=inside, other=0.0).to(tl.float32)
+    group = column // (columns // groups)
+    step = tl.load(scales + (expert * groups + group) * rows + row, mask=inside, other=1.0)
+    code = nearest(tl.div_rn(w, step), LOW, HIGH)
+    tl.store(codes + place * columns + column, code.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def subtract_weight(
+    codes, scales, weight, out, rows, columns, groups, start, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """out = codes x scales - weight, all transposed, of BLOCK columns from `start`."""
+    expert = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
+    for inner in range(BLOCK):
+        column = start + inner
+        group = expert * groups + column // (columns // groups)
+        step = tl.load(scales + group * rows + row, mask=live, other=1.0)
+        place = (expert * columns + column) * rows + row
+        code = tl.load(codes + place, mask=live, other=0).to(tl.float32)
+        w = tl.load(weight + place, mask=live, other=0.0).to(tl.float32)
+        tl.store(out + place, (code * step - w).to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def turn(x, out, rows, columns, SIDE: tl.constexpr):
+    """out [experts, columns, rows] = x [experts, rows, columns], a square tile a program."""
+    expert = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    column = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    near = (row < rows)[:, None] & (column < columns)[None, :]
+    start = expert * rows * columns
+    tile = tl.load(x + start + row[:, None].to(tl.int64) * columns + column[None, :], mask=near)
+    place = out + start + column[:, None].to(tl.int64) * rows + row[None, :]
+    near = (column < columns)[:, None] & (row < rows)[None, :]
+    tl.store(place, tl.trans(tile), mask=near)
+
+
+@triton.jit
 def search_clip(
     weight, square, shares, scales, rows, columns,
     STEPS: tl.constexpr, REACH: tl.constexpr, BFLOAT16: tl.constexpr,
@@ -90,27 +140,33 @@ def round_block(
                 fed + expert * BLOCK * rows, precise + expert * BLOCK * rows, pairs, 1, BLOCK,
                 fed + expert * BLOCK * rows, micro, row, rows, MICRO, DOT,
             )  # fmt: skip
-        done = ()
+        # All that is read comes before anything is written: a store holds up every later load.
+        weights, steps, feeds = (), (), ()
         for index in tl.static_range(MICRO):
             local = micro * MICRO + index
             column = start + local
-            w = tl.load(weight + whole + column * rows, mask=live, other=0.0).to(tl.float32)
-            scale = tl.load(
-                scales
-                + (expert * groups + tl.load(group + expert * columns + column)) * rows
-                + row,
-                mask=live,
-                other=1.0,
-            )
-            x = w + tl.load(fed + block + local * rows, mask=live, other=0.0)
+            place = expert * groups + tl.load(group + expert * columns + column)
+            steps = steps + (tl.load(scales + place * rows + row, mask=live, other=1.0),)
+            w = tl.load(weight + whole + column * rows, mask=live, other=0.0)
+            weights = weights + (w.to(tl.float32),)
+            feeds = feeds + (tl.load(fed + block + local * rows, mask=live, other=0.0),)
+        done, rounded = (), ()
+        for index in tl.static_range(MICRO):
+            local = micro * MICRO + index
+            x = weights[index] + feeds[index]
             for before in tl.static_range(index):
                 x += done[before] * tl.load(pairs + (micro * MICRO + before) * BLOCK + local)
-            code = nearest(x * (1.0 / scale), LOW, HIGH)
-            error = w - code * scale
-            done = done + (error,)
-            tl.store(codes + whole + column * rows, code.to(tl.int8), mask=live)
-            tl.store(precise + block + local * rows, error, mask=live)
-            tl.store(errors + whole + column * rows, error.to(errors.dtype.element_ty), mask=live)
+            code = nearest(x * (1.0 / steps[index]), LOW, HIGH)
+            rounded = rounded + (code,)
+            done = done + (weights[index] - code * steps[index],)
+        for index in tl.static_range(MICRO):
+            local = micro * MICRO + index
+            column = start + local
+            tl.store(codes + whole + column * rows, rounded[index].to(tl.int8), mask=live)
+            tl.store(precise + block + local * rows, done[index], mask=live)
+            tl.store(
+                errors + whole + column * rows, done[index].to(errors.dtype.element_ty), mask=live
+            )
 
 
 @triton.jit
@@ -136,52 +192,91 @@ def feed_micro(
 
 
 @triton.jit
+def halves(x, ROWS: tl.constexpr, N: tl.constexpr):
+    """The even and the odd columns of x [ROWS, N]."""
+    return tl.split(tl.reshape(x, (ROWS, N // 2, 2)))
+
+
+@triton.jit
+def columns_of(x, ROWS: tl.constexpr):
+    """The sixteen columns of x [ROWS, 16] in order, by way of shared memory at most."""
+    even, odd = halves(x, ROWS, 16)
+    even0, even2 = halves(even, ROWS, 8)
+    odd1, odd3 = halves(odd, ROWS, 8)
+    pair0, pair4 = halves(even0, ROWS, 4)
+    pair2, pair6 = halves(even2, ROWS, 4)
+    pair1, pair5 = halves(odd1, ROWS, 4)
+    pair3, pair7 = halves(odd3, ROWS, 4)
+    c0, c8 = tl.split(pair0)
+    c1, c9 = tl.split(pair1)
+    c2, c10 = tl.split(pair2)
+    c3, c11 = tl.split(pair3)
+    c4, c12 = tl.split(pair4)
+    c5, c13 = tl.split(pair5)
+    c6, c14 = tl.split(pair6)
+    c7, c15 = tl.split(pair7)
+    return c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13, c14, c15
+
+
+@triton.jit
 def move_block(
-    gradient, local, changes, pitch, weight, scales, gram, difference, codes, rows, columns, groups,
+    gradient, changes, pitch, weight, scales, gram, difference, codes, rows, columns, groups,
     start, LOW: tl.constexpr, HIGH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    MICRO: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr,
+    ROWS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """descent's pass over BLOCK columns: each code to its best given the others.
+    """descent's pass over BLOCK columns, sixteen at a time: each code to its best given the others.
 
     `gradient` [experts, BLOCK, rows] float32, experts `pitch` apart, is (rounded - weight) x gram
     before any move of this block; `gram` [experts, columns, columns]. Writes codes, `difference` =
-    rounded - weight, and `changes` [experts, BLOCK, rows] of the rounded weight. `local` is scratch
-    as large.
+    rounded - weight, and `changes` [experts, BLOCK, rows] of the rounded weight.
     """
     expert = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     block = expert * BLOCK * rows + row
-    whole = expert * columns * rows + row
+    whole = (expert * columns + start) * rows + row
     pairs = gram + (expert * columns + start) * columns + start
-    for micro in range(BLOCK // MICRO):
-        feed_micro(
-            gradient + expert * pitch, changes + expert * BLOCK * rows, pairs, columns, 1,
-            local + expert * BLOCK * rows, micro, row, rows, MICRO, DOT,
-        )  # fmt: skip
-        done = ()
-        for index in tl.static_range(MICRO):
-            inner = micro * MICRO + index
-            column = start + inner
-            scale = tl.load(
-                scales + (expert * groups + column // WIDTH) * rows + row, mask=live, other=1.0
-            )
-            slope = tl.load(local + block + inner * rows, mask=live, other=0.0)
+    # A block is one group, or all of them are: fits() says so.
+    scale = tl.load(scales + (expert * groups + start // WIDTH) * rows + row, mask=live, other=1.0)
+    inverse = 1.0 / scale
+    for micro in range(BLOCK // 16):
+        mine = micro * 16 + tl.arange(0, 16)
+        place = gradient + expert * pitch + mine[:, None] * rows + row[None, :]
+        sums = tl.load(place, mask=live[None, :], other=0.0)
+        tl.debug_barrier()  # other threads wrote the changes
+        for part in range(micro):
+            earlier = part * 16 + tl.arange(0, 16)
+            left = tl.load(pairs + mine[:, None] * columns + earlier[None, :])
+            spot = changes + expert * BLOCK * rows + earlier[:, None] * rows + row[None, :]
+            right = tl.load(spot, mask=live[None, :], other=0.0)
+            sums = tl.dot(left, right, sums, input_precision=DOT)
+        slopes = columns_of(tl.trans(sums), ROWS)
+        # All that is read comes before anything is written: a store holds up every later load.
+        olds, weights, curves = (), (), ()
+        for index in tl.static_range(16):
+            inner = micro * 16 + index
+            old = tl.load(codes + whole + inner * rows, mask=live, other=0)
+            olds = olds + (old.to(tl.float32),)
+            weights = weights + (tl.load(weight + whole + inner * rows, mask=live, other=0.0),)
+            curves = curves + (1.0 / tl.load(pairs + inner * columns + inner).to(tl.float32),)
+        news, done = (), ()
+        for index in tl.static_range(16):
+            slope = slopes[index]
             for before in tl.static_range(index):
-                slope += done[before] * tl.load(
-                    pairs + inner * columns + micro * MICRO + before
-                ).to(tl.float32)
-            curvature = tl.load(pairs + inner * columns + inner).to(tl.float32)
-            old = tl.load(codes + whole + column * rows, mask=live, other=0).to(tl.float32)
-            new = nearest(old - slope * (1.0 / (curvature * scale)), LOW, HIGH)
-            change = (new - old) * scale
-            done = done + (change,)
-            w = tl.load(weight + whole + column * rows, mask=live, other=0.0).to(tl.float32)
-            tl.store(codes + whole + column * rows, new.to(tl.int8), mask=live)
+                pair = pairs + (micro * 16 + index) * columns + micro * 16 + before
+                slope += done[before] * tl.load(pair).to(tl.float32)
+            new = nearest(olds[index] - slope * (curves[index] * inverse), LOW, HIGH)
+            news = news + (new,)
+            done = done + ((new - olds[index]) * scale,)
+        for index in tl.static_range(16):
+            inner = micro * 16 + index
+            tl.store(codes + whole + inner * rows, news[index].to(tl.int8), mask=live)
+            change = done[index].to(changes.dtype.element_ty)
             tl.store(changes + block + inner * rows, change, mask=live)
+            after = news[index] * scale - weights[index].to(tl.float32)
             tl.store(
-                difference + whole + column * rows,
-                (new * scale - w).to(difference.dtype.element_ty),
+                difference + whole + inner * rows,
+                after.to(difference.dtype.element_ty),
                 mask=live,
             )
 
@@ -200,20 +295,22 @@ def refit_block(
     live = row < rows
     inner = tl.arange(0, BLOCK)
     pairs = gram + (expert * columns + start) * columns + start
-    square = tl.load(pairs + inner[:, None] * columns + inner[None, :]).to(tl.float32)
+    square = tl.load(pairs + inner[:, None] * columns + inner[None, :])
     block = expert * BLOCK * rows + inner[:, None] * rows + row[None, :]
     whole = (expert * columns + start) * rows + inner[:, None] * rows + row[None, :]
-    q = tl.load(codes + whole, mask=live[None, :], other=0).to(tl.float32)
-    moved = tl.load(changes + block, mask=live[None, :], other=0.0)
+    codes_here = tl.load(codes + whole, mask=live[None, :], other=0).to(square.dtype)
+    # A code has few bits: exact in bfloat16. The square is its own transpose: one product for both.
+    product = tl.dot(square, codes_here, input_precision=DOT)
+    q = codes_here.to(tl.float32)
+    moved = tl.load(changes + block, mask=live[None, :], other=0.0).to(tl.float32)
     place = gradient + expert * pitch + inner[:, None] * rows + row[None, :]
-    slope = tl.load(place, mask=live[None, :], other=0.0)
-    slope += tl.dot(square, moved, input_precision=DOT)
-    curvature = tl.sum(tl.dot(square, q, input_precision=DOT) * q, axis=0)
-    slope = tl.sum(slope * q, axis=0)
+    slope = tl.sum(tl.load(place, mask=live[None, :], other=0.0) * q + product * moved, axis=0)
+    curvature = tl.sum(product * q, axis=0)
     place = scales + (expert * groups + start // BLOCK) * rows + row
     scale = tl.load(place, mask=live, other=1.0)
-    wanted = scale - slope / tl.maximum(curvature, 1e-30)
-    change = stored_scale(tl.maximum(wanted, 0.0), BFLOAT16) - scale
+    sign = tl.where(scale < 0, -1.0, 1.0)
+    wanted = sign * (scale - slope / tl.maximum(curvature, 1e-30))
+    change = sign * stored_scale(tl.maximum(wanted, 0.0), BFLOAT16) - scale
     gain = 2 * change * slope + change * change * curvature
     before = scale
     scale = tl.where((gain < 0) & (wanted > 0), scale + change, scale)
@@ -221,70 +318,5 @@ def refit_block(
     w = tl.load(weight + whole, mask=live[None, :], other=0.0).to(tl.float32)
     after = q * scale[None, :] - w
     moved += q * (scale - before)[None, :]
-    tl.store(changes + block, moved, mask=live[None, :])
+    tl.store(changes + block, moved.to(changes.dtype.element_ty), mask=live[None, :])
     tl.store(difference + whole, after.to(difference.dtype.element_ty), mask=live[None, :])
-
-
-@triton.jit
-def add_choices(
-    rows, place, gates, out, columns, CHOICES: tl.constexpr, SPAN: tl.constexpr
-):  # fmt: skip
-    """out[token] = the sum of gate x row over the token's choices, in their order, in float32.
-
-    `rows` [tokens x choices, columns] are sorted by expert, `place` [tokens, choices] says where.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
-    inside = column < columns
-    total = tl.zeros((SPAN,), tl.float32)
-    for choice in tl.static_range(CHOICES):
-        row = tl.load(place + token * CHOICES + choice).to(tl.int64)
-        gate = tl.load(gates + token * CHOICES + choice)
-        total += gate * tl.load(rows + row * columns + column, mask=inside, other=0.0).to(
-            tl.float32
-        )
-    tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def gate_rows(both, out, width, SPAN: tl.constexpr):
-    """out = silu(gate) x up of rows that hold gate, then up, `width` each; as torch rounds it."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
-    inside = column < width
-    gate = tl.load(both + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(both.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * width + column, (silu * up).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def nearest_e4m3(x):
-    """x of -448 .. 448 rounded to e4m3 and back, ties to even, by hand as the interpreter's is not.
-
-    Four significant bits from 2^-6 on, multiples of 2^-9 below.
-    """
-    bits = x.to(tl.uint32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000
-    small = (x + ROUND * 0.001953125) - ROUND * 0.001953125
-    return tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
-
-
-@triton.jit
-def round_rows(
-    x, out, stride, columns, REACH: tl.constexpr, FP8: tl.constexpr, SPAN: tl.constexpr
-):  # fmt: skip
-    """quant.quantize_activation's grid of one scale a row, in one pass."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, SPAN)
-    inside = column < columns
-    values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    absmax = tl.max(tl.abs(values), axis=0)
-    scale = tl.where(absmax > 0, tl.div_rn(absmax, REACH), 1.0)
-    scaled = tl.div_rn(values, scale + tl.zeros((SPAN,), tl.float32))
-    if FP8:
-        rounded = nearest_e4m3(tl.minimum(tl.maximum(scaled, -REACH), REACH))
-    else:
-        rounded = (scaled + ROUND) - ROUND
-    place = out + row * columns + column
-    tl.store(place, (rounded * scale).to(out.dtype.element_ty), mask=inside)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from calibrate.candidates import Candidates, LayerPlan, find_candidates
 from calibrate.observe import HeldOutErrors, Statistics
+from calibrate.rows import code_errors
 from glm5q import names, quant
 from glm5q.config import ModelConfig
 from glm5q.errors import RecipeError
@@ -134,10 +135,11 @@ def choose(
         best = table.argmin(0)
         best = torch.where(errors.reference[path] > 0, best, table.sum(1).argmin())
         methods[path] = [order[index] for index in best.tolist()]
-        codes, scale = candidates.codes[order[0]].clone(), candidates.scales[order[0]].clone()
-        for index, method in enumerate(order):
-            codes[best == index] = candidates.codes[method][best == index]
-            scale[best == index] = candidates.scales[method][best == index]
+        codes = torch.empty_like(candidates.codes[order[0]])
+        scale = torch.empty_like(candidates.scales[order[0]])
+        for index, method in enumerate(methods[path]):
+            codes[index] = candidates.codes[method][index]
+            scale[index] = candidates.scales[method][index]
         if path not in (names.GATE_UP, names.DOWN):
             codes, scale = codes[0], scale[0]
         matrices[path] = candidates.taken(codes, scale)
@@ -232,9 +234,8 @@ def _weight_error_on_device(source: Tensor, quantized: Codes) -> float:
         source, codes, scale = source[None], codes[None], scale[None]
     squares = []
     for exact, code, step in zip(source, codes, scale, strict=True):
-        moved = exact.to(code.device, non_blocking=True).float()
-        rounded = quant.dequantize(code, step)
-        squares.append(torch.stack(((rounded - moved).norm(), moved.norm())).double().square())
+        moved = exact.to(code.device, non_blocking=True)
+        squares.append(torch.stack(code_errors(code, step, moved)))
     difference, reference = torch.stack(squares).sum(0).tolist()
     return math.sqrt(difference / max(reference, 1e-30))
 

@@ -13,15 +13,22 @@ from torch import Tensor
 from calibrate.block import Observer
 from calibrate.ranges import Ranges
 from calibrate.ranks import ALONE, Ranks
-from calibrate.rows import round_activation
+from calibrate.rows import (
+    add_grams,
+    adds_grams,
+    dequantize,
+    mirror_grams,
+    round_activation,
+    row_squares,
+)
 from fused_ops.expert_gemm.reference import expert_gemm
-from glm5q import quant
+from glm5q import names
 from glm5q.layer import Codes
 from glm5q.types import ActivationGrid
 
 Key = TypeVar("Key")
-BAND = 2048  # rows of a Gram summed at a time, up to the diagonal
-PART = 16  # matrices of a stack dequantized at a time
+ROUTER = "mlp.gate"  # reads what the experts read
+PART = 32  # matrices of a stack dequantized at a time
 CAP_QUANTILE, CAP = 0.999, 2.0  # a massive token: over twice this quantile of squared norms
 
 # Matrices that multiply the same input share one Gram.
@@ -50,8 +57,8 @@ class RowWeights(Protocol):
 class Moments:
     """Second moments of one input, a stack for routed experts.
 
-    `gram` is the sum of x' x, float32 [stack, in, in]; `square` its diagonal [stack, in], alone
-    where no Gram is wanted; `tokens` int64 [stack] counts the rows summed.
+    `gram` is the sum of x' x, float32 [stack, in, in] once complete; `square` its diagonal
+    [stack, in], alone where no Gram is wanted; `tokens` int64 [stack] counts the rows summed.
     """
 
     square: Tensor
@@ -65,7 +72,7 @@ class Statistics(Observer):
 
     `gram_paths` are the matrices whose method needs a Gram; the others get mean squares only.
     `guidance` weighs the rows of routed experts; sums of weighted squares stay sums over rows.
-    Of a stack shared out over `ranks` only this one's part is summed, tokens are counted of all.
+    Each of `ranks` sums its own tokens, of every expert; `complete` brings the sums together.
     `token_cap` lets no row weigh more in its sums than capped() says.
     """
 
@@ -87,7 +94,8 @@ class Statistics(Observer):
         self._sum(key, x, offsets, any(INPUT_OF.get(p, p) == key for p in self.gram_paths))
 
     def experts(self, path: str, x: Tensor, offsets: Tensor, y: Tensor, tokens: Tensor) -> None:
-        self._range(path, x, y)
+        same = path == names.GATE_UP and ROUTER in self.ranges  # each token's row several times
+        self._range(path, x[:0] if same else x, y)
         x = capped(x) if self.token_cap else x
         if self.guidance is not None:
             weight = self.guidance.rows(path, tokens + self.first_token, offsets)
@@ -95,26 +103,35 @@ class Statistics(Observer):
         self._sum(path, x, offsets, path in self.gram_paths)
 
     def complete(self) -> None:
-        """Mirrors Grams whose one half was summed, and takes the squares from their diagonals."""
-        for moments in self.moments.values():
-            if moments.gram is None or not moments.gram.is_cuda:
-                continue
-            for index in self.mine(len(moments.gram)):
-                gram = moments.gram[index]
-                for start in range(0, gram.shape[0], BAND):
-                    band, width = slice(start, start + BAND), min(start + BAND, gram.shape[0])
-                    gram[:start, band] = gram[band, :start].T
-                    square = gram[band, start:width]
-                    square.copy_(square.tril() + square.tril(-1).T)
-            moments.square.copy_(moments.gram.diagonal(dim1=1, dim2=2))
+        """Brings all ranks' sums together in float32: counts, squares, ranges, its experts' Grams.
+
+        Mirrors Grams whose one half was summed, and takes their squares from their diagonals. The
+        Grams of experts that other ranks round are not to be used.
+        """
+        for key, moments in self.moments.items():
+            self.moments[key] = self._collected(moments)
+        self.ranges = {path: found.of_all(self.ranks) for path, found in self.ranges.items()}
+        if ROUTER in self.ranges and names.GATE_UP in self.ranges:
+            both = self.ranges[names.GATE_UP], self.ranges[ROUTER]
+            self.ranges[names.GATE_UP] = both[0].with_input_of(both[1])
+
+    def _collected(self, moments: Moments) -> Moments:
+        device = moments.square.device
+        tokens = self.ranks.add(moments.tokens.to(device)).cpu()
+        gram, square = moments.gram, moments.square
+        if gram is None:
+            return Moments(self.ranks.add(square).float(), tokens, None)
+        self.ranks.collect(gram)
+        if not gram.is_cuda:
+            gram = gram.float()
+        else:
+            mine = self.ranks.mine(len(gram))
+            mirror_grams(gram[mine.start : mine.stop])
+        return Moments(gram.diagonal(dim1=1, dim2=2).clone(), tokens, gram)
 
     def release(self) -> None:
         """Drops the Grams once they have been used: most of what a layer holds."""
         self.moments = {key: replace(m, gram=None) for key, m in self.moments.items()}
-
-    def mine(self, stack: int) -> range:
-        """Which entries of a stack this rank sums."""
-        return self.ranks.mine(stack)
 
     def of(self, path: str) -> Moments:
         return self.moments[INPUT_OF.get(path, path)]
@@ -122,6 +139,10 @@ class Statistics(Observer):
     def ranges_of(self, path: str) -> Ranges:
         """Returns a matrix's ranges, all zero if nothing was seen of it."""
         return self.ranges.get(path) or Ranges.of_width(1, torch.device("cpu"))
+
+    def ranges_of_outputs(self) -> dict[str, Ranges]:
+        """Returns the ranges of the stack whose outputs were not wanted."""
+        return {path: found for path, found in self.ranges.items() if path == names.DOWN}
 
     def seen(self, path: str) -> Ranges | None:
         """Returns a matrix's ranges, None if no token ever met it: zero would be a finding."""
@@ -138,18 +159,25 @@ class Statistics(Observer):
         if key not in self.moments:
             self.moments[key] = _empty(len(offsets) - 1, x, want_gram)
         moments = self.moments[key]
+        if moments.gram is not None and adds_grams(x):
+            offsets = offsets.to(x.device)
+            self.moments[key] = replace(moments, tokens=moments.tokens + offsets.diff())
+            add_grams(x, offsets, moments.gram)
+            return
         bounds = offsets.tolist()
         for index, (start, end) in enumerate(pairwise(bounds)):
             moments.tokens[index] += end - start
-            if index not in self.mine(len(bounds) - 1) or end == start:
+            if end == start:
                 continue
-            if x.is_cuda:
-                _add_on_device(moments, index, x[start:end])
+            rows = x[start:end]
+            if moments.gram is None and x.is_cuda:
+                moments.square[index] += _column_squares(rows)
                 continue
-            rows = x[start:end].float()
-            moments.square[index] += rows.square().sum(0)
+            rows = rows.float()
             if moments.gram is not None:
-                moments.gram[index].addmm_(rows.T, rows)
+                moments.gram[index] += rows.T @ rows
+            else:
+                moments.square[index] += rows.square().sum(0)
 
 
 def capped(x: Tensor) -> Tensor:
@@ -167,26 +195,20 @@ def capped(x: Tensor) -> Tensor:
     return torch.mul(x, share.unsqueeze(1), out=torch.empty_like(x))
 
 
-def _add_on_device(moments: Moments, index: int, rows: Tensor) -> None:
-    """Adds rows [tokens, in] on a GPU: exact products, float32 sums, at its full rate.
-
-    Of a Gram only half, which `complete` mirrors; its diagonal holds the squares.
-    """
-    if moments.gram is not None:
-        gram = moments.gram[index]
-        for start in range(0, gram.shape[0], BAND):  # the half on and below the diagonal
-            band, width = slice(start, start + BAND), min(start + BAND, gram.shape[0])
-            part = gram[band, :width]
-            torch.addmm(part, rows[:, band].T, rows[:, :width], out_dtype=torch.float32, out=part)
-    else:
-        moments.square[index] += torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32).square()
+def _column_squares(rows: Tensor) -> Tensor:
+    """float32 [columns], without a float32 copy."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32)
+    return norms.square()
 
 
 def _empty(stack: int, x: Tensor, want_gram: bool) -> Moments:
+    """Sums to be: float64 on a CPU, where that hides the ranks' order; a GPU has no room for it."""
     columns = x.shape[1]
-    gram = x.new_zeros((stack, columns, columns), dtype=torch.float32) if want_gram else None
-    square = x.new_zeros((stack, columns), dtype=torch.float32)
-    return Moments(square, torch.zeros(stack, dtype=torch.int64), gram)
+    dtype = torch.float32 if x.is_cuda else torch.float64
+    gram = x.new_zeros((stack, columns, columns), dtype=dtype) if want_gram else None
+    square = x.new_zeros((stack, columns), dtype=dtype)
+    counted = x.device if gram is not None and adds_grams(x) else "cpu"
+    return Moments(square, torch.zeros(stack, dtype=torch.int64, device=counted), gram)
 
 
 @dataclass
@@ -195,20 +217,43 @@ class HeldOutErrors(Observer):
 
     `candidates` maps a matrix path to its candidate weights by method name, dequantized, or codes
     of a stack too large to have so more than a part at a time;
-    `activation` to the grid its input meets in deployment. Sums are float64 [stack].
+    `activation` to the grid its input meets in deployment. Sums are float64 [stack]. `unseen` are
+    the ranges of stacks whose outputs the statistics did without, which are seen here.
     """
 
     candidates: Mapping[str, Mapping[str, Tensor | Codes]]
     activation: Mapping[str, ActivationGrid | None]
     guidance: RowWeights | None = None
+    unseen: Mapping[str, Ranges] = field(default_factory=dict)
     squared: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     reference: dict[str, Tensor] = field(default_factory=dict)
+
+    def complete(self, ranks: Ranks, device: torch.device | str) -> None:
+        """Adds up what all ranks measured; one of them may have had no window at all."""
+        if ranks.size == 1:
+            return
+        for ranges in self.unseen.values():
+            ranges.share_outputs(ranks)
+        for path, candidates in self.candidates.items():
+            first = next(iter(candidates.values()))
+            stack = len(first.codes) if isinstance(first, Codes) else first.shape[0]
+            none = torch.zeros(stack, dtype=torch.float64, device=device)
+            seen = (none[:1] + (path in self.reference)).to(device)
+            own = [self.squared.get((path, method), none) for method in candidates]
+            parts = (seen, self.reference.get(path, none), *own)
+            total = ranks.add(torch.cat([part.to(device) for part in parts]))
+            if total[0] > 0:  # kv_b's product is never taken on its own
+                self.reference[path], *others = total[1:].split(stack)
+                for method, squared in zip(candidates, others, strict=True):
+                    self.squared[path, method] = squared
 
     def linear(self, path: str, x: Tensor, y: Tensor) -> None:
         if path in self.candidates:
             self._measure(path, x, torch.tensor([0, x.shape[0]]), y)
 
     def experts(self, path: str, x: Tensor, offsets: Tensor, y: Tensor, tokens: Tensor) -> None:
+        if path in self.unseen:
+            self.unseen[path].add(x[:0], y)
         if path not in self.candidates:
             return
         weight = None
@@ -227,8 +272,8 @@ class HeldOutErrors(Observer):
         for method, candidate in self.candidates[path].items():
             assert isinstance(candidate, Tensor)
             stack = candidate if candidate.dim() == 3 else candidate.unsqueeze(0)
-            difference = expert_gemm(rounded, stack, offsets) - y
-            _add(self.squared, (path, method), segment_squares(difference, offsets, weight))
+            squares = row_squares(expert_gemm(rounded, stack, offsets), y)
+            _add(self.squared, (path, method), _segments(squares, offsets, weight))
 
     def _measure_parts(
         self, path: str, x: Tensor, offsets: Tensor, y: Tensor, weight: Tensor | None
@@ -244,18 +289,19 @@ class HeldOutErrors(Observer):
             weights = None if weight is None else weight[rows]
             for method, candidate in self.candidates[path].items():
                 assert isinstance(candidate, Codes)
-                part = quant.dequantize(
-                    candidate.codes[start:stop], candidate.scale[start:stop], x.dtype
-                )
-                difference = expert_gemm(rounded, part, local) - y[rows]
-                found[method].append(segment_squares(difference, local, weights))
+                part = dequantize(candidate.codes[start:stop], candidate.scale[start:stop], x.dtype)
+                squares = row_squares(expert_gemm(rounded, part, local), y[rows])
+                found[method].append(_segments(squares, local, weights))
         for method, parts in found.items():
             _add(self.squared, (path, method), torch.cat(parts))
 
 
 def segment_squares(values: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Tensor:
     """Returns the float64 sum of squares of each segment of rows [segments], rows weighted."""
-    rows = _row_squares(values)
+    return _segments(_row_squares(values), offsets, weight)
+
+
+def _segments(rows: Tensor, offsets: Tensor, weight: Tensor | None) -> Tensor:
     rows = rows if weight is None else rows * weight
     return torch.segment_reduce(rows, "sum", offsets=offsets.to(rows.device), initial=0)
 

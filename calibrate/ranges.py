@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from calibrate.ranks import Ranks
+from calibrate.rows import column_absmax
+
 SAMPLED_ROWS = 16  # every sixteenth row goes into the magnitude histogram
+SAMPLE = 4096  # and of many rows that many
 BINS = 1024  # over log2 of the magnitude
 EXACT = 1 << 24  # values histc counts at once: its float32 counts stop there
 LOWEST, HIGHEST = -24.0, 17.0  # log2; float16's smallest subnormal and just past its largest
@@ -28,21 +32,37 @@ class Ranges:
         return Ranges(torch.zeros(columns, device=device), histogram)
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Takes in x [rows, in] and y [rows, out]."""
+        """Takes in x [rows, in] and y [rows, out]; either may have no rows."""
+        if y.numel():
+            self._outputs.append(column_absmax(y).amax())
         if not x.numel():
             return
-        if x.is_cuda:  # no copy of magnitudes, and no wait for a number
-            least, most = torch.aminmax(x, dim=0)
-            reach = torch.maximum(-least, most).float()
-            self.channel_absmax = torch.maximum(self.channel_absmax, reach)
-            low, high = torch.aminmax(y)
-            self._outputs.append(torch.maximum(-low, high).float())
-        else:
-            self.channel_absmax = torch.maximum(self.channel_absmax, x.abs().amax(0).float())
-            self._outputs.append(y.abs().max().float())
-        sample = x[::SAMPLED_ROWS].float().abs().clamp(min=2**LOWEST, max=2**HIGHEST).log2()
+        self.channel_absmax = torch.maximum(self.channel_absmax, column_absmax(x))
+        sample = (
+            x[:: max(SAMPLED_ROWS, len(x) // SAMPLE)]
+            .float()
+            .abs()
+            .clamp(min=2**LOWEST, max=2**HIGHEST)
+            .log2()
+        )
         for part in sample.flatten().split(EXACT):
             self.histogram += torch.histc(part, BINS, LOWEST, HIGHEST).double()
+
+    def of_all(self, ranks: Ranks) -> Ranges:
+        """Returns what all ranks saw, each of its own tokens."""
+        found = Ranges(ranks.largest(self.channel_absmax), ranks.add(self.histogram))
+        found._outputs = self._outputs
+        found.share_outputs(ranks)
+        return found
+
+    def share_outputs(self, ranks: Ranks) -> None:
+        """Takes in the outputs that other ranks saw."""
+        largest = torch.stack([self.channel_absmax.new_zeros(()), *self._outputs]).max()
+        self._outputs = [ranks.largest(largest)]
+
+    def with_input_of(self, other: Ranges) -> Ranges:
+        """Returns these outputs with another's input."""
+        return replace(self, channel_absmax=other.channel_absmax, histogram=other.histogram)
 
     @property
     def output_absmax(self) -> float:

@@ -1,23 +1,28 @@
-"""Several processes at one calibration: who rounds which expert, and how parts come together.
+"""Several processes at one calibration: who runs which windows, rounds which expert, and sums.
 
-Every rank runs the same forward; of a stack of experts each sums and rounds its own, a run of
-neighbours. An expert's rounding needs nothing of the others but the layer's mean Gram, which all
-sum in the same order, so the codes are those of one process.
+Every rank runs its own windows through the whole layer and keeps their hidden states. Sums over
+tokens come together as sums, with one normalisation; an expert's go to the rank that rounds it, and
+its codes back to all. What is summed over ranks is float64 on a CPU, so that the order of the sums
+is lost in the rounding to float32 and the codes are those of one process. A GPU has room for one
+float32 sum only: there a Gram differs by float32's rounding of as many addends as ranks.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SUM_ROWS = 128  # rows of every Gram gathered at a time
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # by kind of device
 
 
 @dataclass(frozen=True)
@@ -47,19 +52,50 @@ class Ranks:
             if part:
                 dist.broadcast(stack[part.start : part.stop], rank)
 
+    def collect(self, stack: Tensor) -> None:
+        """Sums a stack [stack, ...] over all ranks, in place, for each its own entries.
+
+        The other entries hold nothing of use afterwards. A single matrix is summed for everybody.
+        """
+        if self.size == 1:
+            return
+        if len(stack) == 1:
+            dist.all_reduce(stack)
+            return
+        for rank in range(self.size):
+            part = self.part(len(stack), rank)
+            if part:
+                dist.reduce(stack[part.start : part.stop], rank)
+
+    def add(self, value: Tensor) -> Tensor:
+        """Returns the sum of all ranks' values."""
+        return self._reduced(value, dist.ReduceOp.SUM)
+
+    def largest(self, value: Tensor) -> Tensor:
+        """Returns the largest of all ranks' values, element by element."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def _reduced(self, value: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.size == 1:
+            return value
+        value = value.clone()
+        dist.all_reduce(value, how)
+        return value
+
     def sum_of_stack(self, stack: Tensor) -> Tensor:
         """Returns the sum over a stack [stack, in, in] of which each rank holds its own entries.
 
-        In the order of one process: rows are gathered from all, then summed.
+        On a CPU in float64 until all are in, so that no rank's order shows.
         """
-        if self.size == 1 or len(stack) == 1:
-            return stack.sum(0, keepdim=True)
-        total = torch.empty_like(stack[:1])
-        for start in range(0, stack.shape[1], SUM_ROWS):
-            rows = stack[:, start : start + SUM_ROWS].contiguous()
-            self.complete(rows)
-            total[0, start : start + SUM_ROWS] = rows.sum(0)
-        return total
+        if len(stack) == 1:
+            return stack
+        mine = self.mine(len(stack))
+        if stack.is_cuda:
+            return self.add(stack[mine.start : mine.stop].sum(0, keepdim=True))
+        own = torch.zeros_like(stack[:1], dtype=torch.float64)
+        for index in mine:  # sum(dtype=...) would copy the whole stack first
+            own[0] += stack[index]
+        return self.add(own).to(stack.dtype)
 
     def firsts(self, value: bool, device: torch.device | str) -> bool:
         """Returns the first rank's answer; the others' is not asked. All wait for it."""
@@ -68,6 +104,26 @@ class Ranks:
         answer = torch.tensor([value], dtype=torch.uint8, device=device)
         dist.broadcast(answer, 0)
         return bool(answer)
+
+    def firsts_text(self, text: str, device: torch.device | str) -> str:
+        """Returns the first rank's text."""
+        first = self.all_of([{"text": text}], device)[0]
+        return str(first["text"])
+
+    def all_of(self, value: list[dict[str, Any]], device: torch.device | str) -> list[Any]:
+        """Returns every rank's list, one after the other, to everybody: as JSON, not as code."""
+        if self.size == 1:
+            return list(value)
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
+        sizes[self.rank] = len(own)
+        found: list[Any] = []
+        for rank, size in enumerate(self.add(sizes).tolist()):
+            text = own if rank == self.rank else torch.empty(size, dtype=torch.uint8)
+            text = text.to(device)
+            dist.broadcast(text, rank)
+            found += json.loads(bytes(text.cpu().tolist()))
+        return found
 
 
 ALONE = Ranks()
@@ -83,11 +139,13 @@ def joined(device: str) -> Iterator[tuple[str, Ranks]]:
     if not dist.is_torchelastic_launched():
         yield device, ALONE
         return
-    on_gpu = device.startswith("cuda")
-    if on_gpu:
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
+    kind = device.partition(":")[0]
+    if kind == "npu":
+        import_module("torch_npu")  # gives torch the device and its backend
+    if kind != "cpu":
+        device = f"{kind}:{os.environ['LOCAL_RANK']}"
+        torch.get_device_module(kind).set_device(device)
+    dist.init_process_group(BACKENDS[kind], timeout=PATIENCE)
     try:
         yield device, Ranks(dist.get_rank(), dist.get_world_size())
     finally:

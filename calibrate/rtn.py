@@ -15,8 +15,19 @@ def search_scale(weight: Tensor, square: Tensor, scheme: IntScheme, clip: Clip) 
 
     Tries `clip.steps` shares of the full-range scale for weight [stack, out, in] and keeps,
     group by group, the one with the least sum of square [stack, in] x (w - q)^2: the output error
-    if columns were independent. Costs `steps` roundings of the weight.
+    if columns were independent. Costs `steps` roundings of the weight, twice as many if
+    `clip.signed`: a group whose longer tail is positive then has a scale below zero, so that
+    the tail meets the codes' longer side, to -8.
     """
+    best, least = _search(weight, square, scheme, clip)
+    if clip.signed:
+        turned, error = _search(-weight, square, scheme, clip)
+        best = torch.where(error < least, -turned, best)
+    return best
+
+
+def _search(weight: Tensor, square: Tensor, scheme: IntScheme, clip: Clip) -> tuple[Tensor, Tensor]:
+    """Returns (the best positive scales, their errors), both [stack, out, groups]."""
     full = quant.absmax_scale(weight, scheme)
     importance = quant.grouped(square.unsqueeze(1), scheme.group_size)
     target = quant.grouped(weight.float(), scheme.group_size)
@@ -30,7 +41,7 @@ def search_scale(weight: Tensor, square: Tensor, scheme: IntScheme, clip: Clip) 
         better = error < least
         least = torch.where(better, error, least)
         best = torch.where(better, scale, best)
-    return best
+    return best, least
 
 
 def rtn(weight: Tensor, scale: Tensor, scheme: IntScheme) -> Tensor:

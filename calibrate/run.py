@@ -19,9 +19,12 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from calibrate.block import LayerOutput
+from calibrate.candidates import LayerPlan
 from calibrate.methods import choose, gram_paths, plan_layer, results, with_weight_errors
 from calibrate.observe import HeldOutErrors, RowWeights, Statistics
 from calibrate.ranks import ALONE, Ranks
+from calibrate.rows import dequantize
+from calibrate.shares import Share, Store
 from calibrate.states import (
     Progress,
     States,
@@ -34,6 +37,7 @@ from calibrate.states import (
     mtp_states,
     on_gpu,
     room,
+    share_out,
     silent,
 )
 from glm5q import formats, names
@@ -41,15 +45,16 @@ from glm5q.checkpoint import Checkpoint
 from glm5q.config import ModelConfig
 from glm5q.errors import UserError
 from glm5q.formats.base import mtp_copies
-from glm5q.layer import Layer, runnable
+from glm5q.layer import Layer, Weights, runnable
 from glm5q.stream import layers
-from glm5q.types import CodedScheme, Fallback, KeepScheme, LayerResult
+from glm5q.types import CodedScheme, Fallback, KeepScheme, LayerResult, Role
 from glm5q.writer import Shard, Writer
 from recipes.schema import Recipe
 
 __all__ = [
-    "Job", "Place", "Progress", "Source", "States", "advance", "calibrate", "chunks", "embed",
-    "forward", "mtp_states", "on_gpu", "one_layer", "quantize", "read_back", "room", "silent",
+    "Job", "Place", "Progress", "Share", "Source", "States", "Store", "advance", "calibrate",
+    "chunks", "embed", "forward", "mtp_states", "on_gpu", "one_layer", "quantize", "read_back",
+    "room", "share_out", "silent",
 ]  # fmt: skip
 
 
@@ -93,6 +98,7 @@ class Place:
 class Job:
     """One recipe being applied: its writer, hidden states, and what is done so far.
 
+    `text` are the windows that the states are of where it is not the run's.
     Shards are written and committed on a thread, one layer's behind the computation at most.
     `stage_s` are seconds spent, by stage; `fallbacks` wait for the layer's result.
     """
@@ -101,6 +107,7 @@ class Job:
     writer: Writer
     states: States
     guidance: Sequence[RowWeights | None] = ()
+    text: Tensor | None = None
     shards: list[Shard] = field(default_factory=list)
     results: list[LayerResult] = field(default_factory=list)
     resumed: int = 0
@@ -109,18 +116,24 @@ class Job:
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1), repr=False)
     _landing: list[tuple[Future[Shard], LayerResult]] = field(default_factory=list, repr=False)
 
+    def guidance_of(self, number: int) -> RowWeights | None:
+        return self.guidance[number] if number < len(self.guidance) else None
+
     @contextmanager
-    def stage(self, name: str, place: Place) -> Iterator[None]:
-        """Counts the seconds of what is done within, the device's work included."""
+    def stage(self, name: str, place: Place, wait: bool = True) -> Iterator[None]:
+        """Counts the seconds of what is done within.
+
+        The device's work included, unless it goes on beside the next stage's.
+        """
         started = time.perf_counter()
         yield
-        if place.on_gpu:
+        if place.on_gpu and wait:
             torch.cuda.synchronize()
         self.stage_s[name] = self.stage_s.get(name, 0.0) + time.perf_counter() - started
 
-    def write(self, number: int, tensors: dict[str, Tensor]) -> Future[Shard]:
+    def write(self, number: int, tensors: Callable[[], dict[str, Tensor]]) -> Future[Shard]:
         self.settle()  # one layer's tensors wait at a time
-        return self._thread.submit(self.writer.write, number, tensors)
+        return self._thread.submit(lambda: self.writer.write(number, tensors()))
 
     def land(self, number: int, shard: Future[Shard], result: LayerResult) -> None:
         """Commits a shard once it is written."""
@@ -154,15 +167,15 @@ def calibrate(
     source: Checkpoint,
     jobs: Sequence[Job],
     tokens: Tensor,
-    held_out: int,
     progress: Progress = silent,
     place: Place | None = None,
 ) -> None:
     """Quantizes every layer for every job, writing and resuming as it goes.
 
-    `tokens` int64 [windows, sequence_length]; the last `held_out` windows choose between candidates
-    and measure errors, the others give statistics. Fills each job's shards and results. Of several
-    ranks the first writes, and all must see the output folder. `place` None is this CPU alone.
+    `tokens` int64 [windows, sequence_length] are all windows; of a job's states, the share's held
+    out ones choose between candidates and measure errors, the others give statistics. Fills each
+    job's shards and results. Of several ranks the first writes, and all must see the output folder.
+    `place` None is this CPU alone.
     """
     place = place or Place()
     ranks = place.ranks
@@ -178,8 +191,9 @@ def calibrate(
                 progress(f"layer {layer.number}", layer.number, total)
                 if source.config.is_mtp(layer.number):
                     weights = runnable(layer, place.dtype, place.device)
-                    job.states = mtp_states(source.config, weights, source, tokens, job.states)
-                one_layer(source, layer, job, held_out, started, place)
+                    own = shared(job.states).of(tokens if job.text is None else job.text)
+                    job.states = mtp_states(source.config, weights, source, own, job.states)
+                one_layer(source, layer, job, started, place)
     finally:
         for job in jobs:
             job.close()
@@ -189,13 +203,16 @@ def calibrate(
     progress("layers", total, total)
 
 
-def one_layer(
-    source: Source, layer: Layer, job: Job, held_out: int, started: float, place: Place
-) -> None:
+def shared(states: States) -> Share:
+    """Returns which windows the states are of: a job's always say."""
+    if states.share is None:
+        raise ValueError("a job's states need a share of the windows")
+    return states.share
+
+
+def one_layer(source: Source, layer: Layer, job: Job, started: float, place: Place) -> None:
     """Finishes one layer of one job, from disk if an earlier run did, and moves its states on."""
     config, number, ranks = source.config, layer.number, place.ranks
-    windows = job.states.hidden.shape[0]
-    split = range(windows - held_out, windows)
     shard = job.writer.done(number + 1) if ranks.first else None
     earlier = _earlier_result(shard)
     if ranks.firsts(earlier is not None, place.device):
@@ -206,19 +223,16 @@ def one_layer(
         written = read_back(job.writer.read(number + 1), job.recipe, number, config)
         with_room(job, number, lambda: _move_on(config, written, job, None, place))
         return
-    quantized, result, outputs = with_room(
-        job, number, lambda: quantize(source, layer, job, split, place)
-    )
-    with job.stage("write", place):
+    quantized, result, outputs = quantize(source, layer, job, place)
+    with job.stage("write", place, wait=False):
         written, landing = _write_layer(source, quantized, job, place)
-    error = with_room(
-        job, number, lambda: _move_on(config, written, job, (outputs, split.start), place)
-    )
+    error = with_room(job, number, lambda: _move_on(config, written, job, outputs, place))
+    own = ranks.all_of([asdict(fallback) for fallback in job.fallbacks], place.device)
+    job.fallbacks.clear()
     if landing is not None:
         time_s = time.perf_counter() - started
-        fallbacks = (*result.fallbacks, *job.fallbacks)
+        fallbacks = (*result.fallbacks, *TypeAdapter(tuple[Fallback, ...]).validate_python(own))
         result = replace(result, error=error, time_s=time_s, fallbacks=fallbacks)
-        job.fallbacks.clear()
         job.land(number + 1, landing, result)
         if not place.on_gpu:
             job.settle()
@@ -246,32 +260,49 @@ def _write_layer(
     return read_back(job.writer.read(number + 1), job.recipe, number, config), landing
 
 
-def _in_host_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors off the GPU, all copied before one wait; pinned memory is used again."""
+def _in_host_memory(tensors: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """Returns what waits for the tensors off the GPU; they travel beside what it computes next.
+
+    Pinned memory is used again.
+    """
+    if not any(tensor.is_cuda for tensor in tensors.values()):
+        return lambda: tensors
+    leaving = torch.cuda.Stream()
+    leaving.wait_stream(torch.cuda.current_stream())
     found = dict(tensors)
-    for name, tensor in tensors.items():
-        if tensor.is_cuda:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            found[name] = host.copy_(tensor, non_blocking=True)
-    if any(tensor.is_cuda for tensor in tensors.values()):
-        torch.cuda.current_stream().synchronize()
-    return found
+    with torch.cuda.stream(leaving):
+        for name, tensor in tensors.items():
+            if tensor.is_cuda:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                found[name] = host.copy_(tensor, non_blocking=True)
+                tensor.record_stream(leaving)
+
+    def arrived() -> dict[str, Tensor]:
+        leaving.synchronize()
+        return found
+
+    return arrived
 
 
 def _move_on(
     config: ModelConfig,
     written: Layer,
     job: Job,
-    reference: tuple[Tensor, int] | None,
+    outputs: Tensor | None,
     place: Place,
 ) -> float:
-    """Runs a written layer on the job's states; returns its update's error against `reference`."""
+    """Runs a written layer on the job's states; returns its update's error on held-out windows.
+
+    `outputs` [windows, ...] are the source's there, None where nobody asks.
+    """
     with job.stage("move on", place):
-        weights = runnable(written, place.dtype, place.device)
-        update = None if reference is None else UpdateError(job.states.hidden, *reference)
+        weights = runnable(written, place.dtype, place.device, expand=dequantize)
+        first, update = shared(job.states).split.start, None
+        if outputs is not None:
+            update = UpdateError(job.states.hidden, outputs, first)
         each = ignore if update is None else update.add
         job.states = advance(config, written.number, weights, job.states, each=each)
-        return 0.0 if update is None else update.value()
+        return 0.0 if update is None else update.value(place)
 
 
 def _earlier_result(shard: Shard | None) -> LayerResult | None:
@@ -283,37 +314,26 @@ def _earlier_result(shard: Shard | None) -> LayerResult | None:
 
 
 def quantize(
-    source: Source, layer: Layer, job: Job, held_out: range, place: Place
+    source: Source, layer: Layer, job: Job, place: Place
 ) -> tuple[Layer, LayerResult, Tensor]:
-    """Returns (quantized layer, its record without error, source outputs on held-out windows)."""
+    """Returns (quantized layer, its record without error, source outputs on held-out windows).
+
+    Ranks meet between the forwards, never within: one that runs out of memory there may start over.
+    """
     config, number, recipe = source.config, layer.number, job.recipe
     weights = runnable(layer, place.dtype, place.device)
-    guidance = job.guidance[number] if number < len(job.guidance) else None
-    paths, cap = gram_paths(recipe, number, config), recipe.steps.token_cap
-    statistics = Statistics(paths, guidance, token_cap=cap, ranks=place.ranks)
     with job.stage("statistics", place):
-        forward(
-            config, weights, job.states, statistics, range(held_out.start),
-            lambda _, output: check_finite(number, output),
-        )  # fmt: skip
-    with job.stage("round", place):
+        statistics = with_room(job, number, lambda: _observed(config, number, weights, job, place))
         statistics.complete()
+    with job.stage("round", place):
         plan = plan_layer(layer, weights, statistics, recipe, config)
+        job.fallbacks += plan.own
         statistics.release()
-    errors = HeldOutErrors(
-        {path: c.to_measure(place.dtype) for path, c in plan.candidates.items()},
-        {path: c.activation() for path, c in plan.candidates.items()},
-        guidance,
-    )
-    shape = (len(held_out), *job.states.hidden.shape[1:])
-    outputs = torch.empty(shape, dtype=torch.float32, device=place.device)
-
-    def store(part: slice, output: LayerOutput) -> None:
-        local = slice(part.start - held_out.start, part.stop - held_out.start)
-        outputs[local] = output.hidden.view(outputs[local].shape)
-
     with job.stage("held-out choice", place):
-        forward(config, weights, job.states, errors, held_out, store)
+        errors, outputs = with_room(
+            job, number, lambda: _measured(config, weights, number, plan, statistics, job, place)
+        )
+        errors.complete(place.ranks, place.device)
         quantized, methods = choose(layer, plan, errors)
         matrices, experts = results(layer, plan, methods, errors, statistics, config)
         matrices = with_weight_errors(matrices, layer, quantized)
@@ -324,6 +344,54 @@ def quantize(
         matrices, experts, tuple(plan.fallbacks),
     )  # fmt: skip
     return quantized, result, outputs
+
+
+def _observed(
+    config: ModelConfig, number: int, weights: Weights, job: Job, place: Place
+) -> Statistics:
+    """Returns the sums over this rank's windows that are not held out."""
+    recipe = job.recipe
+    paths, cap = gram_paths(recipe, number, config), recipe.steps.token_cap
+    statistics = Statistics(paths, job.guidance_of(number), token_cap=cap, ranks=place.ranks)
+    experts = recipe.plan(Role.ROUTED_EXPERT, number, config).scheme()
+    statistics.want_output = isinstance(experts, KeepScheme)  # float16 is checked against it
+
+    def check(_windows: slice, output: LayerOutput) -> None:
+        if statistics.want_output:
+            check_finite(number, output)
+
+    seen = range(shared(job.states).split.start)
+    forward(config, weights, job.states, statistics, seen, check)
+    return statistics
+
+
+def _measured(
+    config: ModelConfig,
+    weights: Weights,
+    number: int,
+    plan: LayerPlan,
+    statistics: Statistics,
+    job: Job,
+    place: Place,
+) -> tuple[HeldOutErrors, Tensor]:
+    """Returns the candidates' errors on this rank's held-out windows, and the source's outputs."""
+    errors = HeldOutErrors(
+        {path: c.to_measure(place.dtype) for path, c in plan.candidates.items()},
+        {path: c.activation() for path, c in plan.candidates.items()},
+        job.guidance_of(number),
+        {} if statistics.want_output else statistics.ranges_of_outputs(),
+    )
+    held_out = shared(job.states).split
+    shape = (len(held_out), *job.states.hidden.shape[1:])
+    outputs = torch.empty(shape, dtype=torch.float32, device=place.device)
+
+    def store(part: slice, output: LayerOutput) -> None:
+        check_finite(number, output)
+        local = slice(part.start - held_out.start, part.stop - held_out.start)
+        outputs[local] = output.hidden.view(outputs[local].shape)
+
+    forward(config, weights, job.states, errors, held_out, store)
+    return errors, outputs
 
 
 Made = TypeVar("Made")
@@ -371,8 +439,10 @@ class UpdateError:
         self._squares[0] += difference.double().square().sum().cpu()
         self._squares[1] += update.double().square().sum().cpu()
 
-    def value(self) -> float:
-        return float((self._squares[0] / self._squares[1].clamp(min=1e-30)).sqrt())
+    def value(self, place: Place) -> float:
+        """Returns the quotient over all ranks' windows."""
+        error, size = place.ranks.add(self._squares.to(place.device)).cpu()
+        return float((error / size.clamp(min=1e-30)).sqrt())
 
 
 def read_back(

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from calibrate.block import Observer
+from fused_ops.lightning_indexer import contract as indexer
 from fused_ops.lightning_indexer.reference import index_scores
+from fused_ops.op import Cost
+from fused_ops.sparse_attention import contract as attention
 from glm5q.config import ModelConfig
 
 BUCKETS = 8  # of query positions
@@ -139,13 +142,34 @@ class Recall(Observer):
         return torch.linspace(start, self.length - 1, RECALL_QUERIES, device=device).long()
 
 
-def query_flop(config: ModelConfig, k: int, context: int) -> float:
-    """Returns floating-point operations a query token of indexer scores and sparse attention."""
+def query_cost(config: ModelConfig, k: int, context: int) -> Cost:
+    """Returns what one query token costs at `context`, all layers, by the ops' own functions."""
     full = sum(config.full_indexer[: config.num_hidden_layers])
-    scores = full * 2 * config.index_n_heads * config.index_head_dim * context
-    width = 2 * config.kv_lora_rank + config.qk_rope_head_dim
-    attended = min(k, context)
-    return scores + config.num_hidden_layers * 2 * config.num_attention_heads * width * attended
+    scores = indexer.cost(
+        {
+            "tokens": 1,
+            "keys": context,
+            "heads": config.index_n_heads,
+            "dim": config.index_head_dim,
+            "topk": k,
+        },
+        "bf16",
+    )
+    attended = attention.cost(
+        {
+            "tokens": 1,
+            "keys": context,
+            "heads": config.num_attention_heads,
+            "dim": config.kv_lora_rank + config.qk_rope_head_dim,
+            "value_dim": config.kv_lora_rank,
+            "selected": min(k, context),
+        },
+        "bf16",
+    )
+    layers = config.num_hidden_layers
+    return Cost(
+        full * scores.flop + layers * attended.flop, full * scores.bytes + layers * attended.bytes
+    )
 
 
 def recommend(sizes: list[int], mass: Tensor, topk: int) -> tuple[int, str]:

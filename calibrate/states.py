@@ -1,7 +1,7 @@
 """A stream's hidden states between two layers, and moving them through one.
 
 On a CPU they lie beside the weights. A GPU's may be larger than its memory: those wait in pinned
-host memory, and a chunk travels while another computes.
+host memory, and a chunk travels while another computes. Past a limit they lie in files.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from calibrate.block import LayerOutput, Observer, decoder_layer, mtp_input, rms_norm
+from calibrate.ranks import ALONE, Ranks
+from calibrate.shares import IN_MEMORY, Share, Store, ends
 from glm5q import names
 from glm5q.config import ModelConfig
 from glm5q.errors import CheckpointError, UserError
@@ -23,6 +26,7 @@ from glm5q.stream import LayerSource
 
 CHUNK_TOKENS = 8192  # tokens run at once
 DEVICE_CHUNK_TOKENS = 65536  # on a GPU: 2048 rows an expert, so that adding to a Gram is cheap
+FEWEST_CHUNKS, FEWEST_HELD_OUT = 8, 2  # of either kind of window, so that ranks can share them
 FLOAT32_CHUNK_TOKENS = 16384  # the same where matrices are float32: evaluation, gradients
 DEVICE_STATE_BYTES = 4 << 30  # hidden states that stay on a GPU; larger ones wait in host memory
 Progress = Callable[[str, float, float], None]  # (what, done, of)
@@ -37,70 +41,143 @@ def ignore(_windows: slice, _output: LayerOutput) -> None:
     """Nothing to do with an output."""
 
 
+def share_out(
+    windows: int, held_out: int, length: int, device: str = "cpu", ranks: Ranks = ALONE
+) -> Share:
+    """Returns this rank's windows of `length` tokens, the last `held_out` of which are held out.
+
+    Both kinds are cut into chunks that do not depend on how many ranks there are, as a product's
+    last bits may depend on its size. A rank gets neighbouring chunks of both, as even as they are.
+    Raises UserError where a rank would have no windows for statistics.
+    """
+    tokens = DEVICE_CHUNK_TOKENS if device.startswith("cuda") else CHUNK_TOKENS
+    at_once = max(1, tokens // length)
+    seen = ends(windows - held_out, at_once, FEWEST_CHUNKS)
+    if len(seen) - 1 < ranks.size:
+        raise UserError(
+            f"{windows - held_out} windows to calibrate on are too few for {ranks.size} processes",
+            "give more text or fewer processes",
+        )
+    own = ranks.part(len(seen) - 1, ranks.rank)
+    kept = ends(held_out, at_once, FEWEST_HELD_OUT)
+    others = ranks.part(len(kept) - 1, ranks.rank)
+    bounds = [end - seen[own.start] for end in seen[own.start : own.stop + 1]]
+    bounds += [bounds[-1] + kept[n + 1] - kept[others.start] for n in others]
+    first = windows - held_out
+    return Share(
+        range(seen[own.start], seen[own.stop]),
+        range(first + kept[others.start], first + kept[others.stop]),
+        tuple(bounds),
+    )
+
+
 @dataclass(frozen=True)
 class States:
     """A stream's hidden states between two layers.
 
     `hidden` [windows, sequence_length, hidden], on the device that computes or in host memory.
     `indices` are the last indexer's choices a chunk of windows, kept only where a later layer
-    shares them. `chunk_tokens` run at once, 0 for CHUNK_TOKENS. In host memory, `spare` is where
-    the next layer's states go: pinning memory takes seconds, so both are pinned once.
+    shares them. `chunk_tokens` run at once, 0 for CHUNK_TOKENS, or else the chunks of `share`.
+    In host memory, `spare` is where the next layer's states go: pinning memory takes seconds, so
+    both are pinned once.
     """
 
     hidden: Tensor
     indices: tuple[Tensor, ...] | None = None
     chunk_tokens: int = 0
     spare: Tensor | None = None
+    share: Share | None = None
+    store: Store = IN_MEMORY
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The chunks' ends, 0 first."""
+        if self.share is not None:
+            return self.share.bounds
+        at_once = max(1, (self.chunk_tokens or CHUNK_TOKENS) // self.hidden.shape[1])
+        return (*range(0, self.hidden.shape[0], at_once), self.hidden.shape[0])
 
     @property
     def windows_at_once(self) -> int:
-        return max(1, (self.chunk_tokens or CHUNK_TOKENS) // self.hidden.shape[1])
+        return max(end - start for start, end in pairwise(self.bounds))
+
+    def number(self, window: int) -> int:
+        """Returns a window's number among those of all processes."""
+        return window if self.share is None else self.share.number(window)
 
     def like(self, hidden: Tensor, indices: tuple[Tensor, ...] | None = None) -> States:
         """Returns other states that run in the same chunks."""
         spare = self.hidden if self.spare is not None and self.spare is hidden else None
-        return States(hidden, indices, self.chunk_tokens, spare)
+        return replace(self, hidden=hidden, indices=indices, spare=spare)
 
     def halved(self) -> States:
         """Returns the same states in chunks of half as many windows."""
-        tokens = max(1, self.windows_at_once // 2) * self.hidden.shape[1]
-        indices = self.indices
+        most = (self.windows_at_once + 1) // 2
+        ends = [0]
+        for start, end in pairwise(self.bounds):
+            parts = -(-(end - start) // most)
+            ends += [start + (end - start) * part // parts for part in range(1, parts + 1)]
+        length, indices = self.hidden.shape[1], self.indices
         if indices is not None:
-            indices = tuple(torch.cat(indices).split(tokens))
-        return replace(self, indices=indices, chunk_tokens=tokens)
+            sizes = [(end - start) * length for start, end in pairwise(ends)]
+            indices = torch.cat(indices).split(sizes)
+        share = None if self.share is None else replace(self.share, bounds=tuple(ends))
+        return replace(self, indices=indices, chunk_tokens=most * length, share=share)
 
 
 def embed(
-    source: LayerSource, tokens: Tensor, device: str = "cpu", chunk_tokens: int = 0
+    source: LayerSource,
+    tokens: Tensor,
+    device: str = "cpu",
+    chunk_tokens: int = 0,
+    share: Share | None = None,
+    store: Store = IN_MEMORY,
 ) -> States:
-    """Returns the embedded windows, float32; tokens int64 [windows, sequence_length]."""
+    """Returns the embedded windows, float32; tokens int64 [windows, sequence_length].
+
+    Of a run shared out, `tokens` are all windows and the states this process's own.
+    """
     table = source.top_tensor(names.EMBEDDING)
-    if not device.startswith("cuda"):
-        return States(torch.nn.functional.embedding(tokens, table).float().to(device))
-    hidden = room((*tokens.shape, table.shape[1]), device)
+    tokens = tokens if share is None else share.of(tokens)
+    hidden = room((*tokens.shape, table.shape[1]), device, store)
     for window, row in zip(hidden, tokens, strict=True):
         window.copy_(torch.nn.functional.embedding(row, table))
-    return on_gpu(hidden, chunk_tokens or DEVICE_CHUNK_TOKENS)
+    if not device.startswith("cuda"):
+        return States(hidden, share=share, store=store)
+    return on_gpu(hidden, chunk_tokens or DEVICE_CHUNK_TOKENS, share, store)
 
 
-def on_gpu(hidden: Tensor, chunk_tokens: int = DEVICE_CHUNK_TOKENS) -> States:
-    """Returns the states of a run on a GPU; those in host memory get room for the next layer's."""
-    spare = None if hidden.is_cuda else room(hidden.shape, "cuda")
-    return States(hidden, None, chunk_tokens, spare)
+def on_gpu(
+    hidden: Tensor,
+    chunk_tokens: int = DEVICE_CHUNK_TOKENS,
+    share: Share | None = None,
+    store: Store = IN_MEMORY,
+) -> States:
+    """Returns a GPU's states; those not in its memory get room for the next layer's."""
+    spare = None if hidden.is_cuda else room(hidden.shape, "cuda", store)
+    return States(hidden, None, chunk_tokens, spare, share, store)
 
 
-def room(shape: Sequence[int], device: str) -> Tensor:
-    """Returns float32 of `shape` for hidden states: on `device`, or pinned on the host if large."""
-    if device.startswith("cuda") and 4 * math.prod(shape) > DEVICE_STATE_BYTES:
+def room(shape: Sequence[int], device: str, store: Store = IN_MEMORY) -> Tensor:
+    """Returns float32 of `shape` for hidden states.
+
+    On `device`, or on the host if large for a GPU: pinned, or in a file where `store` says so.
+    """
+    size, on_gpu = 4 * math.prod(shape), device.startswith("cuda")
+    if (not on_gpu or size > DEVICE_STATE_BYTES) and not store.takes(size):
+        return store.file(shape)
+    if on_gpu and size > DEVICE_STATE_BYTES:
         return _pinned(torch.empty(tuple(shape), dtype=torch.float32))
     return torch.empty(tuple(shape), dtype=torch.float32, device=device)
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """Returns the tensor, its memory locked for a GPU's copies.
+    """Returns the tensor, zeroed, its memory locked for a GPU's copies.
 
-    torch's own pinned memory comes in powers of two: a third more for 6144 features.
+    Zeroed by all cores: locking would have the system do it, with one of them. torch's own pinned
+    memory comes in powers of two: a third more for 6144 features.
     """
+    tensor.zero_()
     runtime = torch.cuda.cudart()
     code = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     if int(code) != 0:
@@ -113,10 +190,9 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def chunks(states: States) -> Iterator[tuple[int, slice]]:
-    """Yields (number, windows) so that about `states.chunk_tokens` run at once."""
-    windows, step = states.hidden.shape[0], states.windows_at_once
-    for number, start in enumerate(range(0, windows, step)):
-        yield number, slice(start, min(start + step, windows))
+    """Yields each chunk's (number, windows)."""
+    for number, (start, end) in enumerate(pairwise(states.bounds)):
+        yield number, slice(start, end)
 
 
 def forward(
@@ -139,11 +215,10 @@ def forward(
         offsets = torch.arange(count + 1, device=device) * length
         indices = None
         if states.indices is not None:
-            first = number * states.windows_at_once
-            begin = (part.start - first) * length
+            begin = (part.start - states.bounds[number]) * length
             indices = states.indices[number][begin : begin + count * length].to(device)
         if observer is not None:
-            observer.first_token = part.start * length
+            observer.first_token = states.number(part.start) * length
         with torch.no_grad():
             output = decoder_layer(
                 config, weights, hidden.flatten(0, 1), offsets, indices, observer
@@ -184,7 +259,8 @@ def _moved(
 
 def check_finite(number: int, output: LayerOutput) -> None:
     """Raises CheckpointError naming the layer whose finite weights gave something that is not."""
-    if not bool(torch.isfinite(output.hidden).all()):
+    least, most = torch.aminmax(output.hidden)  # nan where any value is
+    if not bool(torch.isfinite(least) & torch.isfinite(most)):
         raise CheckpointError(
             f"layer {number} turns the text into values that are not finite",
             "its weights are damaged: fetch them again",
@@ -200,7 +276,9 @@ def advance(
     each: Each = ignore,
 ) -> States:
     """Returns the states after layer `number`."""
-    hidden = torch.empty_like(states.hidden) if states.spare is None else states.spare
+    hidden = states.spare
+    if hidden is None:
+        hidden = room(states.hidden.shape, str(states.hidden.device), states.store)
     landing = torch.cuda.Stream() if states.spare is not None else None
     indices: list[Tensor] = []
     keep = number + 1 < config.num_layers and not config.full_indexer[number + 1]
@@ -234,12 +312,14 @@ def mtp_states(
 ) -> States:
     """Returns the MTP layer's input: position i has hidden i after the final norm and token i + 1.
 
+    `tokens` [windows, sequence_length] are the states' own.
     One position shorter than the main stream, whose last token has no successor.
     """
     device = weights.vectors["enorm.weight"].device
     norm = source.top_tensor(names.FINAL_NORM).to(device)
     table = source.top_tensor(names.EMBEDDING)
-    hidden = room((tokens.shape[0], tokens.shape[1] - 1, table.shape[1]), str(device))
+    shape = (tokens.shape[0], tokens.shape[1] - 1, table.shape[1])
+    hidden = room(shape, str(device), states.store)
     for _, part in chunks(states):
         before = states.hidden[part, :-1].to(device)
         following = torch.nn.functional.embedding(tokens[part, 1:], table).float().to(device)
@@ -247,4 +327,5 @@ def mtp_states(
         hidden[part] = mtp_input(config, weights, following, normed)
     if states.spare is None:
         return states.like(hidden)
-    return States(hidden, None, states.chunk_tokens, room(hidden.shape, str(device)))
+    spare = room(hidden.shape, str(device), states.store)
+    return replace(states, hidden=hidden, indices=None, spare=spare)

@@ -23,6 +23,9 @@ OPS: dict[str, str] = {
 }
 
 
+Tiles = Mapping[str, int]  # sizes an implementation is launched with, by its constants' names
+
+
 class UnsupportedOp(UserError):  # noqa: N818 - named for what it says, not for being an exception
     """No implementation runs what was asked on this target."""
 
@@ -76,6 +79,8 @@ class Implementation:
     turns an op's weights into what `entry` wants, once. `allows` takes an OpRequest and returns
     None or why not, for what `limits` cannot say. `available` is "module:function" with an
     argument after a second colon if it has one; it returns None or why this machine cannot run it.
+    `targets` are the chips it is for, by name; None: every one of its kinds. `tuned` names the
+    tables of a recipe's `tiles` that `entry` takes: keyword -> table; `prepare` takes "tiles" too.
     """
 
     name: str
@@ -87,11 +92,18 @@ class Implementation:
     prepare: str | None = None
     allows: str | None = None
     available: str | None = None
+    targets: frozenset[str] | None = None
+    tuned: Mapping[str, str] = field(default_factory=dict)
 
-    def refuse(self, request: OpRequest, kind: str) -> str | None:
-        """Returns why this cannot run `request` on a target of `kind`, or None."""
+    def refuse(self, request: OpRequest, kind: str, target: str | None = None) -> str | None:
+        """Returns why this cannot run `request` on a target of `kind`, or None.
+
+        `target` is the chip's name; without it only `available` tells chips of a kind apart.
+        """
         if kind not in self.kinds:
             return f"is for {', '.join(sorted(self.kinds))}, not {kind}"
+        if target is not None and self.targets is not None and target not in self.targets:
+            return f"is for {', '.join(sorted(self.targets))}, not {target}"
         if request.dtype not in self.dtypes:
             return f"has no {request.dtype}"
         if missing := request.features - self.features:
@@ -110,6 +122,10 @@ class Implementation:
         module, function, *arguments = self.available.split(":")
         answer: str | None = getattr(import_module(module), function)(*arguments)
         return answer
+
+    def tuning(self, tiles: Mapping[str, Tiles]) -> dict[str, Tiles]:
+        """Returns the arguments for `entry` that a recipe's `tiles` has, by keyword."""
+        return {keyword: tiles[table] for keyword, table in self.tuned.items() if table in tiles}
 
 
 @dataclass(frozen=True)
@@ -158,8 +174,11 @@ def cost(request: OpRequest) -> Cost:
     return result
 
 
-def choose(request: OpRequest, kind: str) -> Choice:
-    """Returns what runs `request` on a target of `kind`. Raises UnsupportedOp with all reasons."""
+def choose(request: OpRequest, kind: str, target: str | None = None) -> Choice:
+    """Returns what runs `request` on a target of `kind`, or on `target` of that kind.
+
+    Raises UnsupportedOp with all reasons.
+    """
     op = load(request.op)
     for name, limit in op.limits.items():
         if name in request.shape and (why := limit.refuse(name, request.shape[name])):
@@ -167,10 +186,11 @@ def choose(request: OpRequest, kind: str) -> Choice:
     chosen: Implementation | None = None
     refused: list[tuple[str, str]] = []
     for implementation in op.implementations:
+        why = implementation.refuse(request, kind, target)
         if chosen is not None:
-            why = implementation.refuse(request, kind) or f"fits too, {chosen.name} is preferred"
+            why = why or f"fits too, {chosen.name} is preferred"
             refused.append((implementation.name, why))
-        elif why := implementation.refuse(request, kind):
+        elif why:
             refused.append((implementation.name, why))
         else:
             chosen = implementation

@@ -8,7 +8,10 @@ computed, so that reused memory cannot hold the right answer.
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -77,11 +80,31 @@ def fitting(op: str, implementation: Implementation, kind: str) -> Iterator[Case
 
 
 def run(case: Case, function: Callable[..., Any], device: str = "cpu") -> Verdict:
-    """Calls `function` on the case's inputs on `device` and judges what it returns."""
+    """Calls `function` on the case's inputs on `device` and judges what it returns.
+
+    On inputs that it never had in hand: on those it overwrote, any result could be right.
+    """
     inputs = case.build()
-    there = inputs.to(device)
-    result = function(*there.args, **there.kwargs)
-    return case.judge(inputs, on_cpu(result))
+    there = copy.deepcopy(inputs).to(device)
+    result = on_cpu(function(*there.args, **there.kwargs))
+    if changed := _changed(inputs, there):
+        return Verdict(float("inf"), 0.0, f"changed its argument {changed}")
+    return case.judge(inputs, result)
+
+
+def _changed(before: Inputs, after: Inputs) -> str | None:
+    """The first argument, by position or keyword, whose bytes are not as they were."""
+    pairs = zip(before.args, after.args, strict=True)
+    named = {str(number): pair for number, pair in enumerate(pairs)}
+    named |= {name: (value, after.kwargs[name]) for name, value in before.kwargs.items()}
+    for name, (old, new) in named.items():
+        if isinstance(old, Tensor) and not torch.equal(_bytes(old), _bytes(new.cpu())):
+            return name
+    return None
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
 
 
 def on_cpu(result: Any) -> Any:
@@ -96,9 +119,11 @@ def check(op: str, function: Callable[..., Any], device: str = "cpu") -> list[tu
     verdicts = []
     for case in cases(op):
         try:
-            verdicts.append((case, run(case, function, device)))
-        except Exception as error:  # noqa: BLE001, RUF100 - whatever a port raises is its result
-            problem = f"raised {type(error).__name__}: {error}"
+            with redirect_stdout(sys.stderr):  # what a port prints is not our table
+                verdicts.append((case, run(case, function, device)))
+        except (Exception, SystemExit) as error:  # noqa: BLE001, RUF100 - all it raises is its result
+            said = str(error).strip().splitlines() or [""]
+            problem = f"raised {type(error).__name__}: {said[0]}"
             verdicts.append((case, Verdict(float("inf"), 0.0, problem)))
     return verdicts
 

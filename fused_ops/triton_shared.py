@@ -12,7 +12,7 @@ import triton.language as tl
 @triton.jit
 def holder(number, bounds, count, STEPS: tl.constexpr):
     """Which of `count` spans holds `number`, by STEPS bisections of bounds [count + 1]."""
-    low = tl.full((), 0, tl.int32)
+    low = (number * 0).to(tl.int32)  # Gluon, which uses this too, has another full()
     for step in tl.static_range(STEPS):
         middle = low + (1 << (STEPS - 1 - step))
         there = tl.load(bounds + tl.minimum(middle, count))

@@ -8,9 +8,14 @@ bytes in halves.
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
+
+GLUON = "3.6"
+HOPPER = (9, 0)
 
 
 def unavailable() -> str | None:
@@ -20,6 +25,30 @@ def unavailable() -> str | None:
     if torch.cuda.is_available() or interpreted():
         return None
     return "needs a CUDA device"
+
+
+def no_gluon() -> str | None:
+    """Returns why kernels in Gluon, Triton's language of layouts, cannot run here, or None.
+
+    Ours are for Hopper's matrix unit, and the language changes from one release to the next.
+    """
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install glm5q[triton])"
+    if not (found := _version()).startswith(f"{GLUON}."):
+        return f"is written for triton {GLUON}, found {found}"
+    if not torch.cuda.is_available():
+        return "needs a CUDA device"
+    if (here := torch.cuda.get_device_capability()) != HOPPER:
+        return f"needs sm_90, this GPU is sm_{here[0]}{here[1]}"
+    return None
+
+
+def _version() -> str:
+    """Triton's; builds under another distribution's name tell it only when imported."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return str(import_module("triton").__version__)
 
 
 def interpreted() -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,16 @@ __all__ = ["INDEX", "SINGLE", "Checkpoint", "Stored", "open_checkpoint", "stored
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened, checked source checkpoint. Nothing but headers has been read."""
+    """An opened, checked source checkpoint. Nothing but headers has been read.
+
+    `repeated` are the names of files, one for each of their reads that failed and was repeated.
+    """
 
     root: Path
     config: ModelConfig
     raw_config: dict[str, Any]
     stored: dict[str, Stored]
+    repeated: list[str] = field(default_factory=list, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +55,7 @@ class Checkpoint:
         return {name: self.top_tensor(name) for name in wanted}
 
     def top_tensor(self, name: str) -> Tensor:
-        with Files() as files:
+        with Files(self.repeated) as files:
             return self._read(files, name)
 
     def layer(self, number: int, pin: bool = False) -> Layer:
@@ -61,7 +65,7 @@ class Checkpoint:
         """
         prefix = names.layer_prefix(number)
         matrices: dict[str, Tensor | Codes] = {}
-        with Files() as files:
+        with Files(self.repeated) as files:
             vectors = {
                 path: self._read(files, prefix + path)
                 for path, _, _ in names.layer_vectors(self.config, number)
@@ -100,7 +104,7 @@ class Checkpoint:
         """Returns what some re-exports add to an MTP layer (embedding, head), by full name."""
         specs = names.layer_tensors(self.config, number)
         wanted = [spec.name for spec in specs if spec.optional and spec.name in self.stored]
-        with Files() as files:
+        with Files(self.repeated) as files:
             return {name: self._read(files, name) for name in wanted}
 
     def _read_stack(self, files: Files, number: int, module: names.Module, pin: bool) -> Tensor:
@@ -155,7 +159,7 @@ class Checkpoint:
         entry = self.stored[name]
         digest = hashlib.sha256(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
         reach = quant.FP8_MAX if name.endswith(FP8_SCALE) else 1.0  # a scale's largest product
-        with Files() as files:
+        with Files(self.repeated) as files:
             for start in range(0, entry.elements, SCAN_ELEMENTS):
                 count = min(SCAN_ELEMENTS, entry.elements - start)
                 values = files.read(entry, torch.empty(count, dtype=DTYPES[entry.dtype]), start)

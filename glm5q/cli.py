@@ -93,12 +93,29 @@ def main() -> None:
 @click.option("--format", help=f"{FORMATS_HELP}; default: the recipe's.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--effort", type=click.Choice(["fast", "best"]), default="fast", show_default=True)
+@click.option(
+    "--budget-gb", type=_Positive(), help="Mix schemes by layer: all weights' bytes / 1e9 at most."
+)
+@click.option(
+    "--budget-bits", type=_Positive(),
+    help="The same by mean bits as written (codes, scales, padding; floats if kept) of the weights "
+    "that the recipe quantizes outside MTP layers and its overrides.",
+)  # fmt: skip
+@click.option(
+    "--hidden-gb", type=_Positive(),
+    help="Memory for hidden states, GB; more lie in files in the output folder. Default: half of "
+    "the machine's.",
+)  # fmt: skip
+@click.option("--budget-check", is_flag=True, help="Measure every choice on evaluation text too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the record; a list for several.")
 def calibrate(
     as_json: bool,
     checkpoint: Path | None,
     eval_data: Path | None,
     eval_windows: int,
+    budget_gb: float | None,
+    budget_bits: float | None,
+    budget_check: bool,
     **options: Any,
 ) -> None:
     """Quantize CHECKPOINT (default: the small one in the package) by each recipe.
@@ -109,7 +126,8 @@ def calibrate(
 
     asked = pipeline.CalibrateOptions(
         source=checkpoint or pipeline.embedded_checkpoint(),
-        evaluation_data=eval_data, evaluation_windows=eval_windows, **options,
+        evaluation_data=eval_data, evaluation_windows=eval_windows,
+        budget=pipeline.BudgetOptions.asked(budget_gb, budget_bits, budget_check), **options,
     )  # fmt: skip
     with progress.bar() as update:
         finished = pipeline.calibrate(asked, update)
@@ -189,6 +207,45 @@ def evaluate(weights_only: bool, as_json: bool, **options: Any) -> None:
         )
     _show(run, as_json)
     if page is not None and not as_json:
+        _places(("record", options["output"]), ("report", page))
+
+
+@main.command()
+@click.argument("source", type=FOLDER, required=False)
+@click.argument("quantized", type=FOLDER, required=False)
+@click.option(
+    "--only", multiple=True, type=click.Choice(["caches", "topk", "needle"]),
+    help="These alone; may repeat.",
+)  # fmt: skip
+@click.option("--data", type=FOLDER, help=f"Text that calibration did not see. {DATA_HELP}")
+@click.option("--output", type=FOLDER, help="Write the record here (.json) and its page beside it.")
+@click.option("--windows", type=click.IntRange(min=2), default=8, show_default=True)
+@click.option("--sequence-length", type=click.IntRange(min=16), default=2048, show_default=True)
+@click.option("--needle-windows", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option(
+    "--needle-length", type=click.IntRange(min=16), help="Longest; default: the model's positions."
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--latent-norm-eps", type=_Positive(), help=EPS_HELP)
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
+def effects(source: Path | None, only: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Measure what serving can switch, each alone: cache formats, index_topk; and retrieval.
+
+    On SOURCE (default: the small one in the package); retrieval of QUANTIZED too, if given.
+    """
+    from glm5q import effects_view, pipeline, progress
+
+    asked = pipeline.EffectsOptions(
+        source=source or pipeline.embedded_checkpoint(), only=only, **options
+    )
+    with progress.bar() as update:
+        run, page = pipeline.measure_effects(asked, update)
+    if as_json:
+        click.echo(run.model_dump_json(indent=1))
+        return
+    effects_view.show(run, _console())
+    if page is not None:
         _places(("record", options["output"]), ("report", page))
 
 
@@ -337,7 +394,7 @@ def doctor(checkpoint: Path | None, target: str | None, source: Path | None, as_
 
 @main.command()
 @click.option("--target", required=True, help="As recipes name it: cpu, h200, ascend-910c ...")
-@click.option("--recipe", help="Name or YAML file; its number formats are lowered.")
+@click.option("--recipe", help="Name or YAML file; its formats and tiles are lowered.")
 @click.option("--output", type=FOLDER, help="New folder for PTX, cubin, IR or .so, and a manifest.")
 @click.option("--setup", is_flag=True, help="Ascend: install Huawei's open compilers first.")
 @click.option(
@@ -355,12 +412,15 @@ def lower(as_json: bool, **options: Any) -> None:
 
 @main.command()
 @click.option("--target", default="cpu", show_default=True, help="What this machine is.")
+@click.option("--recipe", help="Name or YAML file: its experts' formats, its kernels' tiles.")
 @click.option("--shape", default="glm-5", show_default=True, help="A release, or a checkpoint.")
 @click.option("--sweep", help="Batch sizes of the decode step, as batch=1,4,16,64.")
 @click.option("--context", help="Tokens of context, as 8k,64k,128k,200k.")
 @click.option("--ops", help="These ops alone, by name, with commas; no whole passes.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Calls of each; default: cpu 7, gpu 50.")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default: torch's.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), help="Calls of each; default: cpu 30, gpu 50."
+)
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads; default: torch's.")
 @click.option("--warm", is_flag=True, help="CPU: leave caches as they are between calls.")
 @click.option("--output", type=FOLDER, help="Folder for report.json and report.html.")
 @click.option("--check-only", is_flag=True, help="Run --impl through --op's test matrix instead.")
@@ -402,7 +462,8 @@ def bench_calibrate(as_json: bool, **options: Any) -> None:
     from glm5q import pipeline
 
     found = pipeline.bench_calibrate(pipeline.BenchOptions(**options))
-    click.echo(json.dumps(found.as_json(), indent=1) if as_json else "\n".join(found.lines()))
+    if found is not None:
+        click.echo(json.dumps(found.as_json(), indent=1) if as_json else "\n".join(found.lines()))
 
 
 @main.group()

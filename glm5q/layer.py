@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from glm5q import quant
 from glm5q.types import ActivationGrid, CodedScheme, StaticFp8
+
+AT_ONCE = 16  # matrices of a stack dequantized at once on a GPU
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,18 @@ class Weights:
     activation: dict[str, ActivationGrid | None]
 
 
-def _dequantized(codes: Tensor, scale: Tensor, stored: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Codes times scale; on a GPU one matrix of a stack at a time, as float32 takes eight times."""
+Expand = Callable[[Tensor, Tensor, torch.dtype], Tensor]  # as quant.dequantize
+
+
+def _dequantized(
+    codes: Tensor, scale: Tensor, stored: torch.dtype, dtype: torch.dtype, expand: Expand
+) -> Tensor:
+    """Codes times scale; of a stack on a GPU some at a time, as float32 takes four times codes."""
     if not codes.is_cuda or codes.dim() < 3:
-        return quant.dequantize(codes, scale, stored).to(dtype)
+        return expand(codes, scale, stored).to(dtype)
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    for value, code, step in zip(values, codes, scale, strict=True):
-        value.copy_(quant.dequantize(code, step, stored))
+    for value, code, step in zip(*(t.split(AT_ONCE) for t in (values, codes, scale)), strict=True):
+        value.copy_(expand(code, step, stored))
     return values
 
 
@@ -92,11 +100,13 @@ def runnable(
     device: torch.device | str = "cpu",
     stored_dtype: torch.dtype | None = None,
     quantize_activations: bool = True,
+    expand: Expand = quant.dequantize,
 ) -> Weights:
     """Returns the layer's weights as `dtype` on `device`, codes times scale.
 
     `stored_dtype` rounds dequantized matrices there first, as loaders that hand out bfloat16 do.
-    With `quantize_activations` False the forward is weight-only.
+    With `quantize_activations` False the forward is weight-only. `expand` may be a quicker way to
+    the same values.
     """
     matrices: dict[str, Tensor] = {}
     activation: dict[str, ActivationGrid | None] = {}
@@ -104,8 +114,9 @@ def runnable(
         activation[path] = None
         if isinstance(matrix, Codes):
             matrices[path] = _dequantized(
-                matrix.codes.to(device), matrix.scale.to(device), stored_dtype or dtype, dtype
-            )
+                matrix.codes.to(device), matrix.scale.to(device), stored_dtype or dtype, dtype,
+                expand,
+            )  # fmt: skip
             if quantize_activations:
                 activation[path] = matrix.activation()
         else:

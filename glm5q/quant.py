@@ -37,10 +37,11 @@ def absmax_scale(weight: Tensor, scheme: IntScheme) -> Tensor:
 def round_scale(scale: Tensor, scheme: IntScheme) -> Tensor:
     """Returns float32 scales rounded to the dtype they are stored in; a zero group gets scale 1.
 
-    Codes must be chosen after this: the stored scale is what the kernel multiplies by.
+    Codes must be chosen after this: the stored scale is what the kernel multiplies by. A scale
+    below zero stays so: its group reaches to 8 steps on the positive side.
     """
     stored = scale.to(SCALE_DTYPES[scheme.scale_dtype]).float()
-    usable = torch.isfinite(stored) & (stored >= torch.finfo(torch.bfloat16).tiny)
+    usable = torch.isfinite(stored) & (stored.abs() >= torch.finfo(torch.bfloat16).tiny)
     return torch.where(usable, stored, torch.ones_like(stored))
 
 
@@ -81,12 +82,14 @@ def pack_int4(codes: Tensor) -> Tensor:
 
 
 def _pack_words(codes: Tensor) -> Tensor:
-    """pack_int4 without an int64 a code: a GPU's shift drops what leaves a word."""
-    nibbles = (codes + 8).unflatten(-1, (-1, 8))
-    words: Tensor = nibbles[..., 0].to(torch.int32)
-    for place in range(1, 8):
-        words |= nibbles[..., place].to(torch.int32) << (4 * place)
-    return words
+    """pack_int4 of whole words, eight bytes of codes at a time as one integer.
+
+    Each step brings neighbours together: nibbles to bytes, bytes to halves, halves to a word.
+    """
+    words = (codes + 8).contiguous().view(torch.int64)
+    for shift, kept in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0xFFFFFFFF)):
+        words = (words | words >> shift) & kept
+    return words.to(torch.int32)
 
 
 def unpack_int4(packed: Tensor, columns: int) -> Tensor:

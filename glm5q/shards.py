@@ -55,10 +55,14 @@ class Stored:
 
 
 class Files:
-    """Files kept open while a few tensors are read, then closed."""
+    """Files kept open while a few tensors are read, then closed.
 
-    def __init__(self) -> None:
+    The name of a file goes to `repeated` for each of its reads that failed and was repeated.
+    """
+
+    def __init__(self, repeated: list[str] | None = None) -> None:
         self._open: dict[Path, int] = {}
+        self._repeated = [] if repeated is None else repeated
 
     def __enter__(self) -> Files:
         return self
@@ -94,6 +98,7 @@ class Files:
                     raise CheckpointError(
                         f"{entry.file}: cannot be read ({error})", "mend the disk or fetch it again"
                     ) from None
+                self._repeated.append(entry.file.name)
                 time.sleep(RETRY_S * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 

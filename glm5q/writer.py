@@ -204,6 +204,22 @@ def open_writer(
     return writer
 
 
+def check_free(output: Path) -> None:
+    """Raises OutputError if `output` holds files that are no unfinished run's.
+
+    A folder that cannot be looked into is left to what writes there: it says why.
+    """
+    writer = Writer(output, 0)
+    try:
+        if output.is_dir():
+            _refuse_foreign(writer)
+    except OutputError:
+        writer.close(finished=True)  # a finished run may have died dropping its state
+        raise
+    except OSError:
+        return
+
+
 def _refuse_foreign(writer: Writer) -> None:
     others = [path.name for path in writer.output.iterdir() if path.name != STATE]
     if others and not writer.manifest.exists():

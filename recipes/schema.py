@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -45,15 +46,69 @@ EXAMPLE = "`glm5q recipes show h200` prints one to compare with"
 UNOVERRIDABLE = {Role.EMBEDDING, Role.LM_HEAD, Role.NORM, Role.ROUTER}
 
 
+MARLIN = {"h200", "h20", "a100", "rtx-4090"}  # chips where vLLM multiplies int4 x int8 by Marlin
+
+
 Effort = Literal["fast", "best"]
 
 
-# An op's tiles, which a chip's compiler must fit: names of its Triton kernel's constants.
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes a tile may have: `least` to `most`, powers of two or else multiples of `multiple`.
+
+    The bounds are what a kernel's arithmetic needs; what fits a chip its compiler says.
+    """
+
+    least: int = 1
+    most: int | None = None
+    multiple: int | None = None
+
+    def refuse(self, size: int) -> str | None:
+        """Returns which size to give, or None if `size` is one."""
+        near = self.least <= size and (self.most is None or size <= self.most)
+        if near and (size % self.multiple == 0 if self.multiple else not size & (size - 1)):
+            return None
+        kind = "a power of two" if self.multiple is None else "a number"
+        kind += f", a multiple of {self.multiple}," if (self.multiple or 1) > 1 else ""
+        reach = "" if self.most is None else f" up to {self.most}"
+        return f"give {kind}" + (f" from {self.least}{reach}" if self.least > 1 or reach else "")
+
+
+POWER = Sizes()
+DOT = Sizes(16, 1024)  # a side of a matrix product
+STAGES, PROGRAMS = Sizes(1, 8, multiple=1), Sizes(1, 32, multiple=1)
+WARPS = Sizes(1, 16)
+SEGMENT = Sizes(32, 8192)  # the indexer counts two rows of one in 16 bits each
+REGISTERS = Sizes(24, 248, multiple=8)  # what setmaxnreg takes, PTX ISA 8.x
+
+# An implementation's tiles, by the names of its kernel's constants: a table a kind of chip.
+ASCEND = {
+    "sparse_attention": {"H": POWER, "N": POWER},
+    "lightning_indexer": {"ROWS": POWER, "K": POWER},
+    "select_topk": {"N": POWER},
+    "expert_gemm": {"ROWS": POWER, "N": POWER, "WIDTH": POWER},
+}
+CUDA = {
+    "sparse_attention": {"H": DOT, "N": DOT, "STAGES": STAGES},
+    "lightning_indexer": {
+        "ROWS": DOT, "K": DOT, "WARPS": WARPS, "SEGMENT": SEGMENT, "OCCUPANCY": PROGRAMS,
+        "REGISTERS": REGISTERS,
+    },
+    "select_topk": {"SEGMENT": SEGMENT, "SELECTIONS": PROGRAMS},
+    "expert_gemm": {"ROWS": DOT, "N": DOT, "WIDTH": Sizes(64, 1024), "STAGES": STAGES},
+}  # fmt: skip
+HOPPER = CUDA | {
+    "sparse_attention-gluon": {
+        "PRODUCERS": Sizes(1, 8), "REGISTERS": REGISTERS, "WIDEN_REGISTERS": REGISTERS
+    }
+}  # fmt: skip
 TILES = {
-    "sparse_attention": ("H", "N"),
-    "lightning_indexer": ("ROWS", "K"),
-    "select_topk": ("N",),
-    "expert_gemm": ("ROWS", "N", "WIDTH"),
+    "ascend-910b": ASCEND,
+    "ascend-910c": ASCEND,
+    "h200": HOPPER,
+    "h20": HOPPER,
+    "a100": CUDA,
+    "rtx-4090": CUDA,
 }
 
 
@@ -78,11 +133,13 @@ class Keep(_Strict):
 class Clip(_Strict):
     """Scale search: `steps` shares of the largest magnitude from 1 down to `lowest`.
 
-    The error of each share is weighted by the mean square of the column's activation.
+    The error of each share is weighted by the mean square of the column's activation. `signed`
+    lets a group's scale be below zero, where the codes' longer side, to -8, then is the positive.
     """
 
     steps: int = Field(ge=1, le=200)
     lowest: float = Field(gt=0, le=1)
+    signed: bool = False
 
 
 class _Integer(_Strict):
@@ -106,11 +163,13 @@ class Gptq(_Integer):
     """Second-order rounding (LDLQ form of GPTQ), plain rounding where that is better.
 
     `damping` is added to the Gram diagonal as a share of its mean. `pooling` n0 blends an expert's
-    Gram of m tokens with the layer's in the share n0 / (n0 + m), n0 in input dimensions.
+    Gram of m tokens with the layer's in the share n0 / (n0 + m), n0 in input dimensions. `ridge`
+    is added to its diagonal likewise, and counts in every step: inputs that the text does not have.
     """
 
     method: Literal["gptq"]
     damping: float = Field(gt=0, le=1)
+    ridge: float = Field(default=0.0, ge=0, le=10)
     act_order: bool
     pooling: float = Field(ge=0)
 
@@ -124,18 +183,31 @@ class Fp8(_Strict):
         return Fp8Scheme()
 
 
+class TopUp(_Strict):
+    """What stands in for text that is short: copies of it with some tokens exchanged.
+
+    Copies are added until there are about `tokens` tokens; in each, a share `exchanged` of the
+    tokens is drawn evenly from the vocabulary. None where there is as much text already.
+    """
+
+    tokens: int = Field(gt=0)
+    exchanged: float = Field(gt=0, lt=1)
+
+
 class Steps(_Strict):
     """What follows GPTQ's rounding at one level of effort; each earns its place in an ablation.
 
     `descent` rounds of coordinate descent on codes and scales. `guidance` weighs each token in an
     expert's Gram by how much the model's own loss minds an error there, which costs one sweep
     forward and one backward over the source. `token_cap` bounds what a single massive token adds to
-    a Gram, for models that have such; off unless asked for.
+    a Gram, for models that have such; off unless asked for. `top_up` makes more of short text; text
+    that was topped up is too little for guidance, which then is left out.
     """
 
     descent: int = Field(ge=0, le=20)
     guidance: bool
     token_cap: bool = False
+    top_up: TopUp | None = None
 
 
 class Efforts(_Strict):
@@ -171,7 +243,8 @@ class CalibrationPlan(_Strict):
 class Recipe(_Strict):
     """What to do to each role for one chip and engine.
 
-    `tiles` (op -> name -> a power of two, all of TILES or none) are for an Ascend chip's kernels.
+    `tiles` (implementation -> name -> size, all that TILES has for the target, or none) are what
+    its kernels are launched with.
     """
 
     version: Literal[1]
@@ -361,6 +434,7 @@ def _problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         return
     for role, plan in recipe.weights.items():
         yield from _role_problems(f"weights.{role.value}", role, plan)
+    yield from _sign_problems(recipe)
     decided: dict[tuple[Role, int], int] = {}
     for index, override in enumerate(recipe.overrides):
         where = f"overrides.{index}"
@@ -371,6 +445,16 @@ def _problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
             other = decided.setdefault((override.role, layer), index)
             if other != index or override.layers.count(layer) > 1:
                 yield f"{where}: layer {layer} is decided by overrides.{other} too", "keep one"
+
+
+def _sign_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    plans = {f"weights.{role.value}": plan for role, plan in recipe.weights.items()}
+    plans |= {f"overrides.{i}.plan": other.plan for i, other in enumerate(recipe.overrides)}
+    for where, plan in plans.items():
+        known = isinstance(plan, Rtn | Gptq) and plan.clip.signed and plan.activation == "int8"
+        if known and recipe.engine == "vllm" and recipe.target in MARLIN:
+            problem = "vLLM's Marlin reads scales as unsigned beside int8 activations (#48905)"
+            yield f"{where}.clip.signed: {problem}", "give signed: false"
 
 
 def _source_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -384,19 +468,39 @@ def _source_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _tile_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    for op in TILES if recipe.tiles else ():
+    if not recipe.tiles:
+        return
+    if (known := TILES.get(recipe.target)) is None:
+        yield f"tiles: no kernel for {recipe.target} reads them", "mend target, or leave out tiles"
+        return
+    given = {op: set(tiles) for op, tiles in recipe.tiles.items()}
+    alike = [chip for chip in TILES if given == {op: set(TILES[chip][op]) for op in TILES[chip]}]
+    if alike and any(given[op] - set(known.get(op, ())) for op in given):
+        chips = " and ".join(alike)
+        yield f"tiles: they are for {chips}, not {recipe.target}", "leave out tiles"
+        return
+    for op in known:
         if op not in recipe.tiles:
             yield f"tiles.{op}: missing", "give every op's tiles, or leave out tiles"
     for op, tiles in recipe.tiles.items():
-        if op not in TILES:
-            yield f"tiles.{op}: no such op", f"tiles are of {', '.join(TILES)}"
-            continue
-        for name in sorted(set(TILES[op]) ^ set(tiles)):
-            word = "unknown" if name in tiles else "missing"
-            yield f"tiles.{op}.{name}: {word}", f"give {', '.join(TILES[op])}"
-        for name, size in tiles.items():
-            if size & (size - 1):
-                yield f"tiles.{op}.{name}: {size}", "give a power of two"
+        if op not in known:
+            yield f"tiles.{op}: no such op", f"tiles are of {', '.join(known)}"
+        yield from _size_problems(f"tiles.{op}", known.get(op, {}), tiles)
+    indexer = recipe.tiles["lightning_indexer"]
+    if indexer.get("SEGMENT", indexer["K"]) < indexer["K"]:
+        fix = "give K or more: a segment is scored tile by tile"
+        yield f"tiles.lightning_indexer.SEGMENT: {indexer['SEGMENT']}", fix
+
+
+def _size_problems(
+    where: str, known: Mapping[str, Sizes], tiles: Mapping[str, int]
+) -> Iterator[tuple[str, str]]:
+    for name in sorted(set(known) ^ set(tiles)):
+        word = "unknown" if name in tiles else "missing"
+        yield f"{where}.{name}: {word}", f"give {', '.join(known)}"
+    for name, size in tiles.items():
+        if fix := known[name].refuse(size):
+            yield f"{where}.{name}: {size}", fix
 
 
 def _role_problems(
@@ -415,6 +519,8 @@ def _role_problems(
         yield f"{where}: {role.value} must be kept ({KEEP_ONLY[role]})", "give {method: keep}"
     if plan.bits == 4 and role is not Role.ROUTED_EXPERT:
         yield f"{where}.bits: engines have four bits for routed_expert only", "give 8"
+    if plan.bits == 8 and plan.clip.signed:
+        yield f"{where}.clip.signed: eight bits reach as far on both sides", "leave it out"
     if plan.bits == 8 and plan.group_size is not None:
         yield f"{where}.group_size: eight bits go per channel", "give null"
 

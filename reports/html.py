@@ -19,7 +19,9 @@ from pydantic import BaseModel
 from reports import text, view
 from reports.record import RunRecord
 
-_SCRIPTS = ("core", "tables", "strips", "curves", "layers", "experts", "indexer", "report")
+_SCRIPTS = (
+    "core", "tables", "strips", "curves", "layers", "experts", "indexer", "budget", "report",
+)  # fmt: skip
 _STYLES = ("base", "verdict", "charts", "tables")
 
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from glm5q.errors import UserError
+from reports.budget import Budget
+from reports.effects import Effects
 from reports.measures import Assembled, Indexer, MemoryPlan, Sweep
 
 SCHEMA_VERSION = 1
@@ -302,6 +304,8 @@ class RunRecord(_Frozen):
     memory: MemoryPlan | None = None
     sweeps: list[Sweep] = []
     assembled: list[Assembled] = []
+    budget: Budget | None = None
+    effects: Effects | None = None
 
     @property
     def fallbacks(self) -> list[Fallback]:

@@ -44,7 +44,8 @@ def headline(record: RunRecord) -> str:
 
 def verdict(record: RunRecord) -> Lines:
     """(name, value) lines in the page's order, then what was not measured."""
-    known = _accuracy(record) + _size(record) + _fits(record) + _slowest(record)
+    known = _accuracy(record) + _size(record) + _budget(record)
+    known += _fits(record) + _slowest(record)
     if record.layers:
         known.append(("fallbacks", _fallbacks(record)))
     if record.recipe:
@@ -89,6 +90,20 @@ def _size(record: RunRecord) -> Lines:
     size = record.size
     change = f"{text.size(size.source_bytes)} -> {text.size(size.quantized_bytes)}"
     return [("size", f"{change} ({text.times(size.ratio)} smaller)")]
+
+
+def _budget(record: RunRecord) -> Lines:
+    if record.budget is None:
+        return []
+    found = record.budget
+    changed: dict[str, list[str]] = {}
+    for unit in found.units:
+        if unit.chosen:
+            key = f"{unit.role} {unit.choices[unit.chosen].scheme}"
+            changed.setdefault(key, []).append(str(unit.layer))
+    said = "; ".join(f"{key} in {', '.join(layers)}" for key, layers in changed.items())
+    bits = f"{text.bits(found.bits)} bits a weight with a choice"
+    return [("budget", f"{text.size(found.asked)}: {bits}; {said or 'the recipe alone'}")]
 
 
 def _fits(record: RunRecord) -> Lines:

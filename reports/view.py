@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from reports import text
+from reports.budget import Budget
 from reports.comparison import Comparison
 from reports.measures import MemoryPlan
 from reports.record import Layer, Matrix, RunRecord
@@ -34,6 +35,8 @@ def page_data(record: RunRecord) -> dict[str, Any]:
         "windows": _windows(record),
         "sweeps": [_short(sweep.model_dump()) for sweep in record.sweeps],
         "layer_kl": None if accuracy is None else accuracy.layer_kl,
+        "budget": None if record.budget is None else _short(record.budget.model_dump()),
+        "effects": None if record.effects is None else _short(record.effects.model_dump()),
     }
 
 
@@ -58,12 +61,16 @@ def packed(data: Any) -> str:
 def sections(record: RunRecord) -> dict[str, bool]:
     """Section -> whether this record has anything for it, in the page's order."""
     accuracy = record.accuracy
+    budget = {} if record.budget is None else {"budget": True}
+    effects = {} if record.effects is None else {"effects": True}
     return {
         "accuracy": accuracy is not None,
+        **budget,
         "layers": bool(record.layers) or bool(accuracy and accuracy.layers),
         "experts": any(layer.experts for layer in record.layers),
         "fallbacks": bool(record.layers),
         "indexer": bool(accuracy and accuracy.indexer) or _any_accuracy(record, "topk_overlap"),
+        **effects,
         "router": bool(accuracy and accuracy.mtp) or _any_accuracy(record, "router_agreement"),
         "activations": any(layer.matrices for layer in record.layers),
         "latency": bool(record.latency or record.sweeps or record.assembled),
@@ -133,6 +140,14 @@ class LogAxis:
 def latency_axis(record: RunRecord) -> LogAxis:
     rows = record.latency
     return LogAxis(v for row in rows for v in (row.low_s, row.high_s, row.floor_s or row.low_s))
+
+
+def budget_table(budget: Budget) -> dict[str, Any]:
+    """`roles`, and `rows` of (layer, its unit of each role, None where there is no choice)."""
+    roles = list(dict.fromkeys(unit.role for unit in budget.units))
+    found = {(unit.layer, unit.role): unit for unit in budget.units}
+    layers = dict.fromkeys(unit.layer for unit in budget.units)
+    return {"roles": roles, "rows": [(n, [found.get((n, r)) for r in roles]) for n in layers]}
 
 
 def share(part: float, whole: float) -> float:

@@ -96,7 +96,7 @@ class Target:
         """Returns what runs `request` on this chip, and why each other implementation does not."""
         from fused_ops.op import choose
 
-        return choose(request, self.kind)
+        return choose(request, self.kind, self.name)
 
 
 def load(name: str) -> Target:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fused_ops.op import OpRequest
 from glm5q.config import ModelConfig
 
-GROUP = 128
+EXPERTS = ("int4+int8", 128)  # a routed expert's dtype and group (0: per channel) by default
 HEAD_SLICES = 8  # the output head is timed as slices: whole it takes 1.9 GB
 EXPERTS_AT_ONCE = {"cpu": 1, "cuda": 16}
 LEFT_OUT = "norms, rotary embedding, activation quantization, sampling and communication"
@@ -40,7 +40,9 @@ class Part:
     works: tuple[tuple[Work, int], ...]
 
 
-def decode(config: ModelConfig, kind: str, batch: int, context: int) -> tuple[Part, ...]:
+def decode(
+    config: ModelConfig, kind: str, batch: int, context: int, experts: tuple[str, int] = EXPERTS
+) -> tuple[Part, ...]:
     """Returns a decode step: `batch` requests of `context` tokens, one new token each."""
     layers, alone = _indexers(config), kind == "cpu"  # a CPU does one sequence after another
     index = _index(config, 1, context)
@@ -57,12 +59,14 @@ def decode(config: ModelConfig, kind: str, batch: int, context: int) -> tuple[Pa
             "sparse_attention",
             ((_attention(config, batch, keys, context), config.num_hidden_layers),),
         ),
-        _experts(config, kind, batch),
+        _experts(config, kind, batch, experts),
         *_linears(config, batch, 1, batch),
     )
 
 
-def prefill(config: ModelConfig, kind: str, chunk: int, context: int) -> tuple[Part, ...]:
+def prefill(
+    config: ModelConfig, kind: str, chunk: int, context: int, experts: tuple[str, int] = EXPERTS
+) -> tuple[Part, ...]:
     """Returns a prefill chunk: the last `chunk` of `context` tokens of one request."""
     piece = min(chunk, CPU_PIECE) if kind == "cpu" else chunk
     rows = min(chunk, CPU_ATTENTION_PIECE) if kind == "cpu" else chunk
@@ -79,7 +83,7 @@ def prefill(config: ModelConfig, kind: str, chunk: int, context: int) -> tuple[P
                 ),
             ),
         ),
-        _experts(config, kind, chunk),
+        _experts(config, kind, chunk, experts),
         *_linears(config, piece, math.ceil(chunk / piece), 1),
     )
 
@@ -107,8 +111,9 @@ def _attention(config: ModelConfig, tokens: int, keys: int, context: int) -> OpR
     return OpRequest("sparse_attention", "bf16", shape, frozenset({"decode"}))
 
 
-def _experts(config: ModelConfig, kind: str, tokens: int) -> Part:
+def _experts(config: ModelConfig, kind: str, tokens: int, scheme: tuple[str, int]) -> Part:
     """Both products of the experts that `tokens` reach, an even router assumed."""
+    dtype, group = scheme
     experts, routed = config.n_routed_experts, tokens * config.num_experts_per_tok
     missed = (1 - config.num_experts_per_tok / experts) ** tokens
     active = max(1, round(experts * (1 - missed)))
@@ -119,13 +124,13 @@ def _experts(config: ModelConfig, kind: str, tokens: int) -> Part:
         (
             OpRequest(
                 "expert_gemm",
-                "int4+int8",
+                dtype,
                 {
                     "in": columns,
                     "out": features,
                     "experts": at_once,
                     "rows": rows * at_once,
-                    "group": 0 if columns % GROUP else GROUP,
+                    "group": 0 if group and columns % group else group,
                 },
             ),
             calls,

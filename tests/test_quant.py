@@ -20,6 +20,7 @@ def random_weight(seed: int, rows: int = 16, columns: int = 256) -> torch.Tensor
 def test_golden_word() -> None:
     codes = torch.tensor([[-8, -7, -6, -5, -4, -3, -2, 7]], dtype=torch.int8)
     assert int(quant.pack_int4(codes)[0, 0]) & 0xFFFFFFFF == 0xF6543210
+    assert torch.equal(quant._pack_words(codes), quant.pack_int4(codes))  # a GPU's way
 
 
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 40))

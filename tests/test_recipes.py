@@ -81,9 +81,10 @@ def test_hash_covers_every_value() -> None:
     changes: list[tuple[Keys, Any]] = [
         (("calibration", "seed"), 1), (("calibration", "windows"), 3), (("mtp",), "quantize"),
         (("weights", "routed_expert", "damping"), 0.06), (("packing",), "int8"),
-        (("weights", "routed_expert", "clip", "steps"), 31), (("target",), "h100"),
+        (("weights", "routed_expert", "clip", "steps"), 31), (("target",), "h20"),
         (("weights", "kv_b"), {"method": "keep", "dtype": "float16"}),
         (("overrides",), [{"role": "kv_b", "layers": [1], "plan": {"method": "keep"}}]),
+        (("tiles", "lightning_indexer", "WARPS"), 8),
     ]  # fmt: skip
     for path, value in changes:
         changed = shipped_raw()
@@ -110,7 +111,8 @@ def test_every_misspelt_key_is_refused(name: str) -> None:
 
 
 OPTIONAL = {
-    ("dtype",), ("overflow",), ("overrides",), ("effort",), ("mtp_embeddings",), ("tiles",)
+    ("dtype",), ("overflow",), ("overrides",), ("effort",), ("mtp_embeddings",), ("tiles",),
+    ("ridge",), ("signed",), ("top_up",),
 }  # fmt: skip
 
 
@@ -287,6 +289,9 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
 def test_formats_that_the_chip_does_not_multiply(tmp_path: Path) -> None:
     raw = shipped_raw() | {"target": "ascend-910c"}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(raw))
+    refused("recipes", "validate", tmp_path / "own.yaml", says=("tiles", "h200"))
+    del raw["tiles"]
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(raw))
     refused("recipes", "validate", tmp_path / "own.yaml", says=("fp8",))
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(raw | {"target": "h2000"}))
     refused("recipes", "validate", tmp_path / "own.yaml", says=("h2000",))
@@ -305,3 +310,40 @@ def test_tiles_name_an_op_and_its_constants(change: dict[str, Any], says: str) -
     raw = shipped_raw("atlas-800t-a3")
     raw["tiles"] |= change
     assert says in refusal(raw)
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "size", "says"),
+    [
+        ("sparse_attention", "N", 48, "48; give a power of two from 16"),
+        ("sparse_attention", "H", 8, "8; give a power of two from 16"),
+        ("sparse_attention", "STAGES", 9, "9; give a number from 1 up to 8"),
+        ("lightning_indexer", "REGISTERS", 100, "100; give a number, a multiple of 8, from 24 up"),
+        ("lightning_indexer", "SEGMENT", 32, "32; give K or more"),
+        ("lightning_indexer", "WARPS", 6, "6; give a power of two from 1 up to 16"),
+        ("select_topk", "SEGMENT", 16384, "16384; give a power of two from 32 up to 8192"),
+        ("expert_gemm", "WIDTH", 32, "32; give a power of two from 64"),
+        ("sparse_attention-gluon", "REGISTERS", 84, "84; give a number, a multiple of 8"),
+        ("sparse_attention-gluon", "PRODUCERS", 0, "sparse_attention-gluon.PRODUCERS"),
+    ],
+)
+def test_a_gpus_tiles_are_what_its_kernels_can_have(
+    table: str, name: str, size: int, says: str
+) -> None:
+    raw = shipped_raw("h200")
+    raw["tiles"][table][name] = size
+    assert f"tiles.{table}.{name}" in refusal(raw)
+    assert says in refusal(raw)
+
+
+def test_tiles_are_of_the_recipes_chip() -> None:
+    raw = shipped_raw("h200")
+    for target, says in (
+        ("a100", "tiles: they are for h200 and h20, not a100; leave out tiles"),
+        ("cpu", "tiles: no kernel for cpu reads them"),
+        ("ascend-910c", "tiles: they are for h200 and h20, not ascend-910c"),
+    ):
+        raw["target"] = target
+        assert says in refusal(raw)
+    raw["target"] = "h20"
+    assert schema.validated(raw, "mine").tiles == schema.load("h200").tiles

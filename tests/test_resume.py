@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from glm5q import pipeline
+from glm5q.checkpoint import Checkpoint
 from glm5q.errors import OutputError
 from glm5q.pipeline import CalibrateOptions, describe
 from tests import small
@@ -278,6 +280,39 @@ def test_a_finished_folder_is_not_taken_again(options: CalibrateOptions) -> None
     with pytest.raises(OutputError, match="not empty"):
         pipeline.calibrate(options)
     assert contents(options.output) == before
+
+
+def test_a_folder_in_use_is_refused_before_the_source_is_read(
+    options: CalibrateOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes minutes at full size. Nothing is written either."""
+    options.output.mkdir()
+    (options.output / "mine.txt").write_text("mine")
+    monkeypatch.setattr(Checkpoint, "scan", None)
+    with pytest.raises(OutputError, match=r"not empty \(mine.txt is there\)"):
+        pipeline.calibrate(options)
+    assert [file.name for file in options.output.iterdir()] == ["mine.txt"]
+
+
+def test_a_read_that_failed_once_is_in_the_record(
+    options: CalibrateOptions,
+    uninterrupted: tuple[dict[str, str], float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures, read = [3], os.preadv
+
+    def sometimes(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        failures[0] -= 1
+        if failures[0] in (0, -9):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", sometimes)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    notes = pipeline.calibrate(options)[0].run.notes
+    said = [note for note in notes if "a read failed and was repeated" in note]
+    assert sum(int(note.split(", ")[1].split()[0]) for note in said) == 2
+    assert contents(options.output) == uninterrupted[0]
 
 
 def test_two_processes_on_one_folder(

@@ -108,6 +108,8 @@ def test_a_read_that_fails_is_repeated(
     monkeypatch.setattr(time, "sleep", waited.append)
     assert checkpoint.scan() == before
     assert len(waited) == failures
+    assert len(checkpoint.repeated) == failures
+    assert set(checkpoint.repeated) <= {entry.file.name for entry in checkpoint.stored.values()}
 
 
 def test_a_disk_that_keeps_failing_is_named(

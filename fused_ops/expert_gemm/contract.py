@@ -109,6 +109,7 @@ def _triton(function: str) -> Implementation:
         limits={"group": Limit(0, multiple=64)},  # a half is a dot's 32 columns at least
         prepare="fused_ops.expert_gemm.triton_launch:prepare",
         available="fused_ops.triton_support:unavailable",
+        tuned={"tiles": "expert_gemm"},
     )
 
 

@@ -14,7 +14,8 @@
 score(q, k) = key_scale x sum over heads of (weight x query_scale) x ReLU(query . key), summed in
 float32. A sequence's queries are its last positions (right-aligned causal), so one query a sequence
 is decode, several are multi-token prediction or a prefill chunk. The result, int32 [tokens, topk],
-holds positions within the sequence, ascending, -1 after the last; equal scores go to the lowest.
+holds positions within the sequence, ascending, -1 after the last; equal scores go to the lowest, a
+score of -inf is never chosen, and what becomes of NaN scores is not defined.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ OP = Op(
             dtypes=DTYPES,
             features=FEATURES,
             available="fused_ops.triton_support:unavailable",
+            tuned={"tiles": "lightning_indexer", "topk_tiles": "select_topk"},
         ),
         Implementation(
             name="triton-ascend",
@@ -167,6 +169,7 @@ TOPK = Op(
             dtypes=frozenset({"f32"}),
             features=frozenset({"noncontiguous"}),
             available="fused_ops.triton_support:unavailable",
+            tuned={"tiles": "select_topk"},
         ),
         Implementation(
             name="triton-ascend",

@@ -13,7 +13,8 @@
 One key head serves every query head; its first `value_dim` features are the value. Softmax and sums
 in float32; out in the query's dtype with float32 log-sum-exp. Nothing selected: zeros and -inf. An
 index may come twice and then counts twice; causality is the indexer's. The feature "lse" of a
-request says that the log-sum-exp is read; without it an implementation may return None there.
+request says that the log-sum-exp is read; without it an implementation may return None there. Of a
+chosen row that holds a NaN, or logits that overflow float32, only the output is defined: NaN.
 """
 
 from __future__ import annotations
@@ -115,12 +116,24 @@ OP = Op(
         _compiled("avx512bf16", frozenset({"bf16", "fp8", "int8"})),  # rounds rows to bfloat16
         *(_compiled(isa, frozenset(KV_FORMATS)) for isa in ("avx512", "avx2", "portable")),
         Implementation(
+            name="gluon",
+            entry="fused_ops.sparse_attention.gluon_launch:sparse_attention",
+            kinds=frozenset({"cuda"}),
+            dtypes=frozenset({"bf16", "fp8"}),
+            features=FEATURES,
+            limits={"dim": Limit(576, 576), "value_dim": Limit(512, 512)},
+            available="fused_ops.triton_support:no_gluon",
+            targets=frozenset({"h200", "h20"}),  # sm_90
+            tuned={"tiles": "sparse_attention-gluon", "portable_tiles": "sparse_attention"},
+        ),
+        Implementation(
             name="triton",
             entry="fused_ops.sparse_attention.triton_launch:sparse_attention",
             kinds=frozenset({"cuda"}),
             dtypes=frozenset(KV_FORMATS),
             features=FEATURES,
             available="fused_ops.triton_support:unavailable",
+            tuned={"tiles": "sparse_attention"},
         ),
         Implementation(
             name="triton-ascend",

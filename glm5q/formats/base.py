@@ -163,6 +163,20 @@ def claims(assignments: Assignments, config: ModelConfig) -> Iterator[tuple[int,
             yield number, role, assignments[number][role]
 
 
+def for_engines(options: Options, assignments: Assignments, config: ModelConfig) -> Options:
+    """Returns the options, not for SGLang where routed experts differ by layer: it has one scheme.
+
+    Its W4A8 experts are read from the group of class name `Linear` and the global format (SGLang
+    0.5.23, compressed_tensors.py); vLLM asks for each layer's.
+    """
+    experts = {
+        assignment[Role.ROUTED_EXPERT]
+        for number, assignment in enumerate(assignments)
+        if has(config, number, Role.ROUTED_EXPERT) and not kept_whole(assignment)
+    }
+    return replace(options, sglang=options.sglang and len(experts) <= 1)
+
+
 def mtp_copies(source: LayerSource, number: int, options: Options) -> dict[str, Tensor]:
     """Returns the embedding and head under an MTP layer's names, if they are to be copied there.
 

@@ -8,7 +8,14 @@ from typing import Any, Literal
 
 from glm5q import names
 from glm5q.config import ModelConfig
-from glm5q.formats.base import Assignments, Options, has, kept_whole, module_names
+from glm5q.formats.base import (
+    Assignments,
+    Options,
+    for_engines,
+    has,
+    kept_whole,
+    module_names,
+)
 from glm5q.types import IntScheme, KeepScheme, Role, Scheme
 
 NAME = "compressed-tensors"
@@ -42,6 +49,7 @@ def quantization_config(
     `format` is what vLLM and transformers follow; the global one must be `pack-quantized` for
     SGLang's W4A8 experts. Checked on the resolvers of vLLM 0.33, SGLang 0.5.23, transformers 5.24.
     """
+    options = for_engines(options, assignments, config)
     packed = options.packed
     mtp = [n for n in range(config.num_layers) if config.is_mtp(n)]
     whole = [n for n in mtp if kept_whole(assignments[n])]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from glm5q.config import ModelConfig
-from glm5q.formats.base import Assignments, Options, claims
+from glm5q.formats.base import Assignments, Options, claims, for_engines
 from glm5q.types import IntScheme, KeepScheme
 
 
@@ -79,7 +79,8 @@ def servings(
     schemes = [s for _, _, s in claims(assignments, config) if not isinstance(s, KeepScheme)]
     fp8 = any(scheme.activation == "fp8" for scheme in schemes)
     cpu = any(isinstance(s, IntScheme) and (s.bits, s.activation) == (4, "int8") for s in schemes)
-    return engines(name, fp8, options.sglang, cpu, engine)
+    sglang = for_engines(options, assignments, config).sglang
+    return engines(name, fp8, sglang, cpu, engine)
 
 
 def engines(

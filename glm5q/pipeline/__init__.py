@@ -4,10 +4,12 @@ from glm5q.pipeline.ablate import ablate
 from glm5q.pipeline.bench import bench_options
 from glm5q.pipeline.bench import run as bench
 from glm5q.pipeline.bench_calibrate import BenchOptions, bench_calibrate
+from glm5q.pipeline.budget import BudgetOptions
 from glm5q.pipeline.calibrate import CalibrateOptions, calibrate, validate_recipe
 from glm5q.pipeline.common import embedded_checkpoint
 from glm5q.pipeline.conformance import check_implementation
 from glm5q.pipeline.describe import Finished
+from glm5q.pipeline.effects import EffectsOptions, measure_effects
 from glm5q.pipeline.evaluate import compare_checkpoints
 from glm5q.pipeline.export import export
 from glm5q.pipeline.inspect import inspect
@@ -17,7 +19,9 @@ from glm5q.pipeline.report import compare, model_card, render
 
 __all__ = [
     "BenchOptions",
+    "BudgetOptions",
     "CalibrateOptions",
+    "EffectsOptions",
     "Finished",
     "PlanOptions",
     "ablate",
@@ -32,6 +36,7 @@ __all__ = [
     "export",
     "inspect",
     "lower",
+    "measure_effects",
     "model_card",
     "plan",
     "render",

@@ -26,7 +26,11 @@ VARIANTS: dict[str, Change] = {
     "no-pooling": lambda plan, _fast, _best: plan.update(pooling=0.0),
     "guidance-alone": lambda _plan, fast, _best: fast.update(descent=0, guidance=True),
     "token-cap": lambda _plan, fast, _best: fast.update(token_cap=True),
+    "no-ridge": lambda plan, _fast, _best: plan.update(ridge=0.0),
+    "positive-scales": lambda plan, fast, _best: _positive(plan, fast, {}),
     "best": lambda _plan, fast, best: fast.update(best),
+    "best-no-top-up": lambda _plan, fast, best: fast.update(best, top_up=None),
+    "best-positive-scales": lambda plan, fast, best: _positive(plan, fast, best),
 }
 ROUNDING_KEYS = ("bits", "group_size", "scale_dtype", "activation", "clip")
 
@@ -43,6 +47,11 @@ def ablate(options: CalibrateOptions, progress: run.Progress = run.silent) -> co
     runs = options.output / "runs"
     finished = calibrate(replace(options, recipes=tuple(files), output=runs), progress)
     return comparison.compare([one.run for one in finished], list(VARIANTS))
+
+
+def _positive(plan: dict[str, Any], fast: dict[str, Any], steps: dict[str, Any]) -> None:
+    plan["clip"] = plan["clip"] | {"signed": False}
+    fast.update(steps)
 
 
 def _rounding(plan: dict[str, Any]) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from glm5q.config import ModelConfig
 from glm5q.errors import UserError
 from glm5q.pipeline import describe
 from glm5q.pipeline.bench_rows import Key, key_of, label, row_of, spread
-from glm5q.pipeline.lower import choose
+from glm5q.pipeline.lower import choose, expert_dtype, requests, tiles_for
 from glm5q.pipeline.subject import subject_of
+from recipes import schema
 from reports import measures
 from reports import record as records
-from targets import base, bench, ceilings, onnx_runtime, passes, shapes
+from targets import base, bench, ceilings, onnx_runtime, passes
 from targets.baselines import DTYPES
 from targets.clock import describe as describe_device
 from targets.clock import timed
@@ -38,7 +39,10 @@ OURS = ("lightning_indexer", "sparse_attention", "expert_gemm")
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What `glm5q bench` was asked for. `ops` empty: all; `warm` leaves a CPU's caches alone."""
+    """What `glm5q bench` was asked for. `ops` empty: all; `warm` leaves a CPU's caches alone.
+
+    `recipe`, a name or a file, decides the experts' number formats and the kernels' tiles.
+    """
 
     target: str
     shape: str = "glm-5"
@@ -49,6 +53,7 @@ class BenchOptions:
     threads: int | None = None
     warm: bool = False
     output: Path | None = None
+    recipe: str | None = None
 
 
 def bench_options(
@@ -114,7 +119,10 @@ class _Run:
     """One bench under way. A piece of work is timed once, however many passes have it."""
 
     def __init__(self, chip: base.Target, options: BenchOptions, progress: Progress) -> None:
-        self._chip = ceilings.measured(chip) if chip.kind == "cpu" else chip
+        self._recipe = schema.load(options.recipe) if options.recipe else None
+        self._tiles, self._whose_tiles = tiles_for(chip, self._recipe, options.recipe)
+        self._experts = expert_dtype(self._recipe) if self._recipe else passes.EXPERTS
+        self._chip = ceilings.measured(chip)
         self._options, self._progress = options, progress
         self._device = bench.DEVICES[chip.kind]
         self._rounds = options.rounds or ROUNDS[chip.kind]
@@ -142,6 +150,7 @@ class _Run:
             command=describe.command(),
             output=str(self._options.output or ""),
             machine=describe.machine(self._device),
+            recipe=describe.recipe_info(self._recipe) if self._recipe else None,
             latency=self._rows,
             peak_memory_bytes=describe.peak_memory_bytes(),
             sweeps=self._sweeps(assembled),
@@ -157,14 +166,22 @@ class _Run:
         found: dict[tuple[str, int, int], tuple[passes.Part, ...]] = {}
         for context in self._options.contexts or DEFAULT_CONTEXT[kind]:
             for batch in self._options.batches or DEFAULT_BATCHES[kind]:
-                found["decode", batch, context] = passes.decode(config, kind, batch, context)
+                found["decode", batch, context] = passes.decode(
+                    config, kind, batch, context, self._experts
+                )
             chunk = min(CHUNK, context)
-            found["prefill", 1, context] = passes.prefill(config, kind, chunk, context)
+            found["prefill", 1, context] = passes.prefill(
+                config, kind, chunk, context, self._experts
+            )
         return found
 
     def _requests(self) -> list[Key]:
         """The table of single ops: GLM-5's, so left out for another model's shape."""
-        asked = [r for r in shapes.DEFAULTS[self._chip.kind] if self._wanted(r)]
+        asked = [r for r in requests(self._chip.kind, self._recipe) if self._wanted(r)]
+        for op in self._options.ops:
+            if all(request.op != op for request in asked):
+                timed = dict.fromkeys(r.op for r in requests(self._chip.kind, self._recipe))
+                raise UserError(f"--ops {op}: no shape of it is timed", f"use {', '.join(timed)}")
         return [key_of(request) for request in asked]
 
     def _wanted(self, request: OpRequest) -> bool:
@@ -179,7 +196,8 @@ class _Run:
             self._rows.append(row)
             self._seconds[key] = row
             return
-        chosen = choose(work, self._chip.kind).chosen
+        chosen = choose(work, self._chip).chosen
+        assert chosen is not None  # it raises where nothing runs
         found = bench.bench(
             self._chip.name,
             work,
@@ -188,6 +206,7 @@ class _Run:
             frozenset({chosen, *self._against(work)}),
             cold=not self._options.warm,
             chip=self._chip,
+            tiles=self._tiles,
         )
         for timing in found.timings:
             row = row_of(timing)
@@ -326,6 +345,15 @@ class _Run:
             peak_batch=max(points, key=lambda point: point.tokens_per_s).batch,
         )
 
+    def _scheme(self) -> str:
+        """The experts' number formats in words."""
+        dtype, group = self._experts
+        weights, _, activations = dtype.partition("+")
+        if not activations:
+            return f"experts {weights}"
+        grouping = f"group {group}" if group else "per channel"
+        return f"experts {weights} {grouping} with {activations} activations"
+
     def _all_notes(self) -> list[str]:
         caches = "left as they are" if self._options.warm else "emptied before each call"
         peaks = "; ".join(
@@ -340,11 +368,13 @@ class _Run:
             f"floors are drawn from {peaks}; {(bandwidth.value or 0) / 1e9:.1f} GB/s "
             f"({bandwidth.source})",
         ]
+        if self._whose_tiles:
+            notes.append(f"kernels' tiles: {self._whose_tiles}")
         if not self._options.ops:
             notes.append(
-                "whole passes are assembled from op times and were never run: experts int4 group "
-                f"{passes.GROUP} with int8 activations, an even router, projections as torch's "
-                f"bfloat16 linears; left out: {passes.LEFT_OUT}"
+                f"whole passes are assembled from op times and were never run: {self._scheme()}, "
+                "an even router, projections as torch's bfloat16 linears; left out: "
+                f"{passes.LEFT_OUT}"
             )
         if self._chip.kind == "cpu":
             notes.append(

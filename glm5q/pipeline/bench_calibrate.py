@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from calibrate import run
+from calibrate.ranks import joined
 from glm5q import names, releases
 from glm5q.config import ModelConfig, parse_config, read_config
 from glm5q.errors import UserError
@@ -62,7 +63,10 @@ class StageTime:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One layer's calibration. Memory in bytes; `host_bytes` without the hidden states' own."""
+    """One layer's calibration. Memory in bytes; `host_bytes` without the hidden states' own.
+
+    Of several `ranks`, each with a device, times and memory are the first's: they wait for another.
+    """
 
     shape: str
     device: str
@@ -77,6 +81,7 @@ class BenchResult:
     device_bytes: int | None
     host_bytes: int
     hidden_bytes: int
+    ranks: int
     expert_tokens: tuple[int, int, int]  # least, median, most
     fallbacks: tuple[str, ...]
     layers: int
@@ -112,7 +117,8 @@ class BenchResult:
         """What is printed: a stage a line against its floor, memory, the projection."""
         lines = [
             f"{self.shape}, one MoE layer of {self.experts} experts, {self.tokens:,} tokens in "
-            f"windows of {self.sequence_length}, {self.recipe} {self.effort}, on {self.device}",
+            f"windows of {self.sequence_length}, {self.recipe} {self.effort}, on {self.ranks} x "
+            f"{self.device}",
             f"{'stage':<18}{'seconds':>9}{'floor':>9}{'ratio':>7}",
         ]
         for stage in (*self.stages, StageTime("sum", self.layer_s, self.floor_s)):
@@ -131,9 +137,17 @@ class BenchResult:
         return lines + [f"not as asked: {fallback}" for fallback in self.fallbacks]
 
 
-def bench_calibrate(options: BenchOptions) -> BenchResult:
-    """Calibrates and quantizes one random MoE layer, the stages timed with the device's work."""
-    check_device(options.device)
+def bench_calibrate(options: BenchOptions) -> BenchResult | None:
+    """Calibrates and quantizes one random MoE layer, the stages timed with the device's work.
+
+    Under torchrun the processes share it out, and only the first returns what was found.
+    """
+    with joined(options.device) as (device, ranks):
+        return _bench(options, run.Place(device, ranks))
+
+
+def _bench(options: BenchOptions, place: run.Place) -> BenchResult | None:
+    check_device(place.device)
     config = _config(options)
     windows = options.tokens // options.sequence_length
     if windows < 2:
@@ -143,22 +157,27 @@ def bench_calibrate(options: BenchOptions) -> BenchResult:
         )
     recipe = schema.load(options.recipe).model_copy(update={"effort": options.effort})
     number = config.moe.index(True)
-    made = _Made(config, options.device, options.seed)
+    made = _Made(config, place.device, options.seed)
     layer = made.layer(number)
     held_out = max(1, round(recipe.calibration.held_out * windows))
-    place = run.Place(options.device)
+    length, ranks = options.sequence_length, place.ranks
+    share = run.share_out(windows, held_out, length, place.device, ranks)
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "out"
-        writer = _Counts(output, 1) if place.on_gpu else open_writer(output, number + 2, {})
-        job = run.Job(recipe, writer, made.states(windows, options.sequence_length))
+        output = Path(ranks.firsts_text(folder, place.device)) / "out"
+        writer: Writer = _Counts(output, 1)
+        if not place.on_gpu:
+            shards = number + 2
+            writer = open_writer(output, shards, {}) if ranks.first else Writer(output, shards)
+        job = run.Job(recipe, writer, made.states(share, length))
         for _ in range(2 if place.on_gpu else 1):  # a GPU's first compiles and takes memory
             job.stage_s.clear()
             if place.on_gpu:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            run.one_layer(made, layer, job, held_out, time.perf_counter(), place)
+            ranks.firsts(True, place.device)  # the clock starts when all are there
+            run.one_layer(made, layer, job, time.perf_counter(), place)
         job.close()
-    return _result(options, config, job, layer, held_out)
+    return _result(options, config, job, layer, (windows, held_out), place) if ranks.first else None
 
 
 def _config(options: BenchOptions) -> ModelConfig:
@@ -195,7 +214,7 @@ class _Made:
     """A random source: one layer, its hidden states, and what the loop asks of a checkpoint."""
 
     def __init__(self, config: ModelConfig, device: str, seed: int) -> None:
-        self.config, self.device = config, device
+        self.config, self.device, self._seed = config, device, seed
         self._generator = torch.Generator(device=device).manual_seed(seed)
         self._channels = torch.ones(config.hidden_size, device=device)
         chosen = torch.randperm(config.hidden_size, device=device, generator=self._generator)
@@ -219,14 +238,18 @@ class _Made:
             matrices[module.path] = matrix
         return Layer(number, vectors, matrices)
 
-    def states(self, windows: int, length: int) -> run.States:
+    def states(self, share: run.Share, length: int) -> run.States:
         """Hidden states whose neighbouring features are alike, so that Grams are not diagonal."""
-        shape = (windows, length, self.config.hidden_size)
+        own = (*share.statistics, *share.held_out)
+        shape = (len(own), length, self.config.hidden_size)
         hidden = run.room(shape, self.device)
-        for window in hidden:
+        for window, number in zip(hidden, own, strict=True):
+            self._generator.manual_seed(self._seed + 1 + number)  # whichever rank has it
             values = self._random(length, shape[2])
             window.copy_(values + 0.5 * values.roll(1, 1) + 0.25 * values.roll(7, 1))
-        return run.on_gpu(hidden) if self.device.startswith("cuda") else run.States(hidden)
+        if self.device.startswith("cuda"):
+            return run.on_gpu(hidden, share=share)
+        return run.States(hidden, share=share)
 
     def layer_bytes(self, number: int) -> int:
         sizes = (torch.Size(m.shape).numel() for m in names.layer_modules(self.config, number))
@@ -240,11 +263,17 @@ class _Made:
 
 
 def _result(
-    options: BenchOptions, config: ModelConfig, job: run.Job, layer: Layer, held_out: int
+    options: BenchOptions,
+    config: ModelConfig,
+    job: run.Job,
+    layer: Layer,
+    asked: tuple[int, int],
+    place: run.Place,
 ) -> BenchResult:
+    """Floors are of one device, so that of several the ratio shows what sharing gained."""
     found = job.results[-1]
-    windows, length = job.states.hidden.shape[:2]
-    ceilings = measure(options.device)
+    windows, held_out, length = *asked, options.sequence_length
+    ceilings = measure(place.device)
     work = Work(config, layer.number, windows * length, held_out * length, length, job.recipe)
     least = floors(work, ceilings)
     hidden = job.states.hidden.nbytes
@@ -268,6 +297,7 @@ def _result(
         device_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
         host_bytes=max(0, peak - in_host),
         hidden_bytes=in_host,
+        ranks=place.ranks.size,
         expert_tokens=(seen[0], seen[len(seen) // 2], seen[-1]),
         fallbacks=_grouped(found.fallbacks),
         layers=sum(config.moe),

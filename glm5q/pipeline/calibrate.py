@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from calibrate import run
 from calibrate.data import Windows, load_windows
 from calibrate.evaluate import evaluate
 from calibrate.guidance import guide
 from calibrate.ranks import joined
+from calibrate.top_up import topped_up
 from glm5q import formats
 from glm5q.checkpoint import Checkpoint, open_checkpoint
 from glm5q.errors import DataError, OutputError, RecipeError
 from glm5q.formats.quantized import open_any
 from glm5q.formats.readme import readme
 from glm5q.pipeline import describe
+from glm5q.pipeline.budget import BudgetOptions, Spent, check_budget, spend
 from glm5q.pipeline.common import (
     EVALUATION_WINDOWS,
     check_device,
@@ -27,11 +32,12 @@ from glm5q.pipeline.common import (
     scan,
 )
 from glm5q.pipeline.footprint import record_plan
-from glm5q.writer import Writer, file_sha256, open_writer
+from glm5q.writer import Writer, check_free, file_sha256, open_writer
 from recipes import schema
 from recipes.schema import Recipe
 from reports import record as records
 from targets.base import check_recipe_dtypes
+from targets.machine import memory_bytes
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class CalibrateOptions:
     effort: schema.Effort = "fast"
     device: str = "cpu"
     format: str | None = None
+    budget: BudgetOptions | None = None
+    hidden_gb: float | None = None
 
 
 def calibrate(
@@ -75,12 +83,18 @@ def _calibrate(
     source = open_checkpoint(options.source, options.latent_norm_eps)
     for recipe in recipes:
         _check_recipe(recipe, source)
+        if options.budget is not None:
+            check_budget(recipe, source, options.budget)
     outputs = _outputs(options, recipes)
+    for output in outputs if place.ranks.first else ():
+        check_free(output)  # the next steps read the source in full
     data = _Data.load(options, recipes[0], source)
     content_hash = scan(source, progress) if place.ranks.first else ""
     scanned = time.perf_counter()
     jobs: list[run.Job] = []
     done = False
+    texts = (data.calibration.tokens, data.held_out, data.evaluation.tokens)
+    spent: list[Spent] = []
     try:
         for recipe, output in zip(recipes, outputs, strict=True):
             identity = _identity(recipe, content_hash, data, options)
@@ -89,25 +103,41 @@ def _calibrate(
                 writer = open_writer(output, shards, identity, stem)
             else:
                 writer = Writer(output, shards, stem)  # to read by alone
-            states = run.embed(source, data.calibration.tokens, place.device)
-            jobs.append(run.Job(recipe, writer, states))
+            asked = options.budget
+            spent.append(spend(recipe, source, asked, texts, place, progress, writer.state))
+            text = data.text(recipe, source)
+            share = run.share_out(
+                len(text), data.held_out, text.shape[1], place.device, place.ranks
+            )
+            store = _store(options, writer)
+            states = run.embed(source, text, place.device, share=share, store=store)
+            jobs.append(run.Job(spent[-1].recipe, writer, states, text=text))
         _guide(jobs, source, data, place.device, progress)
-        tokens, held_out = data.calibration.tokens, data.held_out
-        run.calibrate(source, jobs, tokens, held_out, progress, place)
+        run.calibrate(source, jobs, data.calibration.tokens, progress, place)
         if not place.ranks.first:
             return []
         for job in jobs:
             _finish(source, job)
         quantized = time.perf_counter()
-        times = {"scan": scanned - started, "layers": quantized - scanned}
+        choosing = sum(one.time_s for one in spent)
+        times = {"scan": scanned - started, "layers": quantized - scanned - choosing}
         reports = [
-            _report(source, content_hash, job, data, options, times, progress) for job in jobs
+            _report(source, content_hash, job, one, data, options, times, progress)
+            for job, one in zip(jobs, spent, strict=True)
         ]
         done = True
         return reports
     finally:
         for job in jobs if place.ranks.first else ():
             job.writer.close(finished=done)
+
+
+def _store(options: CalibrateOptions, writer: Writer) -> run.Store:
+    """Returns where hidden states lie: in half of the machine's memory unless told otherwise."""
+    limit = memory_bytes()
+    half = None if limit is None else limit // 2
+    asked = half if options.hidden_gb is None else round(options.hidden_gb * 1e9)
+    return run.Store(asked, writer.state)
 
 
 def _guide(
@@ -118,7 +148,7 @@ def _guide(
     progress: run.Progress,
 ) -> None:
     """Gives the jobs that want it the end loss's weights: the source's alone, so once for all."""
-    wanting = [job for job in jobs if job.recipe.steps.guidance]
+    wanting = [job for job in jobs if job.recipe.steps.guidance and not data.added(job)]
     if wanting:
         found = guide(source, data.calibration.tokens, progress, device)
         for job in wanting:
@@ -198,6 +228,15 @@ class _Data:
     evaluation: Windows
     hashes: tuple[str, str]
 
+    def text(self, recipe: Recipe, source: Checkpoint) -> Tensor:
+        """Returns what one recipe's streams run on: the calibration windows, topped up."""
+        tokens, vocabulary = self.calibration.tokens, source.config.vocab_size
+        return topped_up(tokens, self.held_out, recipe.steps.top_up, vocabulary)
+
+    def added(self, job: run.Job) -> int:
+        """Returns how many windows were added to a job's text."""
+        return 0 if job.text is None else len(job.text) - len(self.calibration.tokens)
+
     @staticmethod
     def load(options: CalibrateOptions, recipe: Recipe, source: Checkpoint) -> _Data:
         plan = recipe.calibration
@@ -249,6 +288,7 @@ def _identity(
         "data": data.calibration.content_hash,
         "device": options.device,
         "latent norm eps": str(options.latent_norm_eps),
+        "budget": str(options.budget),
     }
 
 
@@ -270,6 +310,7 @@ def _report(
     source: Checkpoint,
     content_hash: str,
     job: run.Job,
+    spent: Spent,
     data: _Data,
     options: CalibrateOptions,
     times: dict[str, float],
@@ -283,6 +324,16 @@ def _report(
     asked = job.recipe.calibration.windows
     got = len(data.calibration.tokens)
     notes = [f"asked for {asked} calibration windows, the data gave {got}"] if got < asked else []
+    notes += [
+        f"{file}: a read failed and was repeated, {count} times"
+        for file, count in sorted(Counter(source.repeated).items())
+    ]
+    if added := data.added(job):
+        guided = ", so no guidance" if job.recipe.steps.guidance else ""
+        notes.append(f"short text: {added} windows with exchanged tokens were added{guided}")
+    store, size = job.states.store, job.states.hidden.nbytes
+    if not job.states.hidden.is_cuda and not store.takes(size):
+        notes.append(f"hidden states lay in files, {size / 1e9:.3g} GB a layer: memory was limited")
     finished = records.RunRecord(
         kind="calibrate",
         created=describe.now(),
@@ -295,10 +346,11 @@ def _report(
         size=describe.size(source, job),
         layers=[describe.layer(result) for result in job.results],
         accuracy=describe.accuracy(comparison, evaluation, source.config),
-        times_s=times | {"evaluate": comparison.time_s},
+        times_s=times | spent.times_s() | {"evaluate": comparison.time_s},
         peak_memory_bytes=describe.peak_memory_bytes(),
         resumed_layers=job.resumed,
         notes=notes,
         memory=record_plan(source, job.recipe, job.shards),
+        budget=spent.budget,
     )
     return describe.write(finished, output / "report.json", output)

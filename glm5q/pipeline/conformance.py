@@ -53,7 +53,7 @@ def _function(entry: str) -> Callable[..., Any]:
         raise UserError(f"--impl {entry}: not of the form module:function", fix)
     try:
         function = resolve(entry)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"--impl {entry}: {error}", fix) from None
     if not callable(function):
         raise UserError(f"--impl {entry}: not a function", fix)

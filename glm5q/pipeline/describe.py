@@ -91,7 +91,7 @@ def _indexer(found: IndexerComparison, length: int, config: ModelConfig) -> meas
             k=k,
             attention_mass=float(found.mass[:, index].mean()),
             attention_mass_p5=float(found.mass[:, index].quantile(0.05)),
-            flop=selection.query_flop(config, k, length),
+            flop=selection.query_cost(config, k, length).flop,
         )
         for index, k in enumerate(found.sizes)
         if len(found.mass)

@@ -48,7 +48,7 @@ def compare_checkpoints(
         raise OutputError(f"{output}: not a name for the record", "give a file as report.json")
     left = open_checkpoint(source, latent_norm_eps)
     right = open_any(quantized, latent_norm_eps)
-    _check_same_shape(left, right, quantized)
+    check_same_shape(left, right, quantized)
     embedded = source.resolve() == embedded_checkpoint().resolve()
     file = data or (embedded_checkpoint() / "heldout.jsonl" if embedded else None)
     if file is None:
@@ -77,7 +77,7 @@ def compare_checkpoints(
     return finished, describe.write(finished, output, quantized).page
 
 
-def _check_same_shape(left: Checkpoint, right: Any, path: Path) -> None:
+def check_same_shape(left: Checkpoint, right: Any, path: Path) -> None:
     layers = left.config.num_hidden_layers
     for key, mine in asdict(left.config).items():
         theirs = getattr(right.config, key)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_ops import build
-from fused_ops.op import OpRequest, UnsupportedOp, load
+from fused_ops.op import OpRequest, Tiles, UnsupportedOp, load
 from glm5q.errors import UserError
 from glm5q.pipeline import describe
 from glm5q.types import Role
@@ -25,13 +25,14 @@ PACKAGES = ("glm5q", "torch", "triton")
 
 @dataclass(frozen=True)
 class Row:
-    """What runs one request on the target. `not_here`: why this machine cannot run it, or None.
+    """What of ours runs one request on the target, or None where only an engine's kernel does.
 
-    `refused` is (name, why not) of every other implementation, in the op's order.
+    `not_here`: why this machine cannot run it, or None. `refused` is (name, why not) of every other
+    implementation, in the op's order.
     """
 
     request: OpRequest
-    chosen: str
+    chosen: str | None
     not_here: str | None
     refused: tuple[tuple[str, str], ...]
 
@@ -44,6 +45,7 @@ class Lowered:
     rows: tuple[Row, ...]
     stages: tuple[Stage, ...]
     output: Path | None
+    tiles: str = ""  # whose tiles the kernels have; empty where there is but one set
 
     @property
     def ok(self) -> bool:
@@ -56,7 +58,10 @@ class Lowered:
             for row in self.rows
         ]
         stages = [asdict(stage) for stage in self.stages]
-        return {"target": self.target, "ok": self.ok, "ops": rows, "stages": stages}
+        return {
+            "target": self.target, "ok": self.ok, "tiles": self.tiles, "ops": rows,
+            "stages": stages,
+        }  # fmt: skip
 
     def lines(self) -> list[str]:
         """Returns the table for people."""
@@ -65,7 +70,7 @@ class Lowered:
             shape = " ".join(f"{name}={size}" for name, size in row.request.shape.items())
             lines.append(f"{row.request.op} {row.request.dtype} {shape}")
             here = f" (not on this machine: {row.not_here})" if row.not_here else ""
-            lines.append(f"  {row.chosen:<18} runs{here}")
+            lines.append(f"  {row.chosen or 'nothing of ours':<18} runs{here}")
             lines += [f"  {name:<18} no: {why}" for name, why in row.refused]
         for stage in self.stages:
             used = ", ".join(f"{name} {size:,}" for name, size in stage.usage.items())
@@ -75,7 +80,9 @@ class Lowered:
             )
         failed = sum(stage.error is not None for stage in self.stages)
         if self.stages:
-            lines.append(f"{len(self.stages) - failed} of {len(self.stages)} stages passed")
+            tiles = f"; tiles: {self.tiles}" if self.tiles else ""
+            passed = f"{len(self.stages) - failed} of {len(self.stages)} stages passed"
+            lines.append(passed + tiles)
         proofs = dict.fromkeys(stage.proves for stage in self.stages if stage.proves)
         return [*lines, *(f"A pass shows: {text}" for text in proofs)]
 
@@ -89,15 +96,16 @@ def lower(
 ) -> Lowered:
     """Returns the choice and the compilers' outcome for GLM-5's ops on `target`.
 
-    Dtypes are the recipe's where one is given. Artefacts and manifest.json go to `output`, a new
-    folder; compiled code stays in the user's cache either way. Raises UserError, UnsupportedOp
-    among them where nothing runs an op there.
+    Dtypes and tiles are the recipe's where one is given. Artefacts and manifest.json go to
+    `output`, a new folder; compiled code stays in the user's cache either way. Raises UserError,
+    UnsupportedOp among them where nothing runs an op there.
     """
     chip = base.load(target)
     if setup and chip.kind != "ascend":
         raise UserError("--setup: only Ascend targets have compilers of their own", "leave it out")
-    asked = requests(chip.kind, schema.load(recipe) if recipe else None)
-    rows = tuple(choose(request, chip.kind) for request in asked)
+    wanted = schema.load(recipe) if recipe else None
+    rows = _rows(requests(chip.kind, wanted), chip)
+    tiles, whose = tiles_for(chip, wanted, recipe)
     environment = environment or build.cache_folder() / "ascend"
     if setup:
         from targets.ascend import environment as compilers
@@ -105,20 +113,36 @@ def lower(
         compilers.setup(environment)
     if output is None:
         with tempfile.TemporaryDirectory() as folder:
-            return Lowered(
-                target, rows, _compile(chip, rows, Path(folder), environment, recipe), None
-            )
+            stages = _compile(chip, rows, Path(folder), environment, tiles)
+            return Lowered(target, rows, stages, None, whose)
     try:
         output.mkdir(parents=True, exist_ok=True)
         if any(output.iterdir()):
             raise UserError(f"{output}: not empty", "give a new folder")
-        stages = _compile(chip, rows, output, environment, recipe)
-        lowered = Lowered(target, rows, stages, output)
+        stages = _compile(chip, rows, output, environment, tiles)
+        lowered = Lowered(target, rows, stages, output, whose)
         manifest = json.dumps(_manifest(lowered), indent=1) + "\n"
         (output / "manifest.json").write_text(manifest, encoding="utf-8")
     except OSError as error:
         raise write_error(output, error) from None
     return lowered
+
+
+def _rows(asked: tuple[OpRequest, ...], chip: base.Target) -> tuple[Row, ...]:
+    """What runs each request; an op that only an engine's own kernel runs leaves the rest."""
+    rows: list[Row] = []
+    last: UnsupportedOp | None = None
+    for request in asked:
+        try:
+            rows.append(choose(request, chip))
+        except UnsupportedOp as error:
+            last = error
+            names = [(one.name, one.refuse(request, chip.kind, chip.name) or "")
+                     for one in load(request.op).implementations]  # fmt: skip
+            rows.append(Row(request, None, None, tuple(names)))
+    if last is not None and not any(row.chosen for row in rows):
+        raise last
+    return tuple(rows)
 
 
 def requests(kind: str, recipe: schema.Recipe | None) -> tuple[OpRequest, ...]:
@@ -151,14 +175,32 @@ def expert_dtype(recipe: schema.Recipe) -> tuple[str, int]:
     return f"int{plan.bits}+{activation}", plan.group_size or 0
 
 
-def choose(request: OpRequest, kind: str) -> Row:
-    """Returns what runs `request` on a target of `kind`, whether or not this machine is one.
+def tiles_for(
+    chip: base.Target, recipe: schema.Recipe | None, given: str | None
+) -> tuple[Mapping[str, Tiles], str]:
+    """Returns (the tiles for `chip`'s kernels, whose they are in words); none: the launches' own.
+
+    `given` is the recipe as it was asked for: a copy that was edited keeps its name.
+
+    A recipe's are for its own chip, or, of Ascend, whose cores are alike, for its kind.
+    """
+    if chip.kind not in ("cuda", "ascend"):
+        return {}, ""
+    if recipe is None or not recipe.tiles:
+        return {}, "the launches' own"
+    if recipe.target == chip.name or chip.kind == base.load(recipe.target).kind == "ascend":
+        return recipe.tiles, f"{given}'s"
+    return {}, f"the launches' own, as {given}'s are for {recipe.target}"
+
+
+def choose(request: OpRequest, chip: base.Target) -> Row:
+    """Returns what runs `request` on `chip`, whether or not this machine is one.
 
     Raises UnsupportedOp where nothing does.
     """
-    chosen, not_here, refused = None, None, []
+    kind, chosen, not_here, refused = chip.kind, None, None, []
     for implementation in load(request.op).implementations:
-        why = replace(implementation, available=None).refuse(request, kind)
+        why = replace(implementation, available=None).refuse(request, kind, chip.name)
         if why is None and chosen is None:
             chosen, not_here = implementation.name, implementation.unavailable()
             if not_here and kind == "cpu":  # the target is this machine
@@ -174,7 +216,11 @@ def choose(request: OpRequest, kind: str) -> Row:
 
 
 def _compile(
-    chip: base.Target, rows: tuple[Row, ...], folder: Path, environment: Path, recipe: str | None
+    chip: base.Target,
+    rows: tuple[Row, ...],
+    folder: Path,
+    environment: Path,
+    tiles: Mapping[str, Tiles],
 ) -> tuple[Stage, ...]:
     if chip.kind == "cpu":
         from targets import lower_cpu
@@ -183,14 +229,15 @@ def _compile(
     if chip.kind == "ascend":
         from targets.ascend import lower as ascend
 
-        tiles = schema.load(recipe).tiles if recipe else {}
         return ascend.lower(chip.name, folder, environment, tiles)
     if describe.package_version("triton") == "not installed":
         raise UserError("triton is not installed", "pip install glm5q[triton]")
     from targets import lower_cuda
 
-    wanted = tuple(row.request for row in rows if row.chosen == "triton")
-    found: tuple[Stage, ...] = lower_cuda.lower(chip.name, wanted, folder)
+    compiled = tuple(
+        (row.request, row.chosen) for row in rows if row.chosen and row.chosen != "eager"
+    )
+    found: tuple[Stage, ...] = lower_cuda.lower(chip.name, compiled, folder, tiles)
     return found
 
 

@@ -115,7 +115,7 @@ class _Verification:
         rows = [
             checks.tensors(self.files, wanted, lost),
             checks.layout_row(self.files, wanted, self.source),
-            row("scales", found.scales, "all finite and positive"),
+            row("scales", found.scales, "all finite, none zero"),
             row("codes", found.codes, f"{found.matrices} matrices, codes on their grids"),
             row("kept", found.kept, "finite" + (", equal to the source" if compared else "")),
             checks.mtp(self.files, self.model, set(index.get("weight_map") or {})),

@@ -44,6 +44,9 @@ def compressed_tensors(config: Mapping[str, Any], model: Model, holdings: Holdin
         )
     ]
     if not fp8:
+        if config.get("format") == "mixed-precision":
+            said = "written for vLLM alone (mixed-precision)"
+            return [*rows, Row("engine transformers", "skip", said)]
         if any(what.packed for what in holdings.values()):
             return [*rows, _transformers(config, model, holdings)]
         said = "experts lie one code a byte, for vLLM and plugins; transformers loads packed ones"

@@ -123,7 +123,7 @@ def _weight_rows(root: Path, weights: Weights, source: Source | None) -> list[Ro
         missing.append("config.json has no glm5q_onnx_layers")
     rows = [
         row("tensors", missing, said),
-        row("scales", found.scales, "all finite and positive"),
+        row("scales", found.scales, "all finite, none zero"),
         row("codes", found.codes, f"{found.matrices} matrices, codes on their grids"),
         row("kept", found.kept, "equal to the source" if source else "finite"),
     ]

@@ -57,7 +57,8 @@ def check_codes(
     linear: Linear, what: Held, codes: Tensor, scale: Tensor, source: Source | None, found: Found
 ) -> bool:
     """Adds what is wrong with codes [out, in] and their scale; False if the scale is no scale."""
-    bad = ~(torch.isfinite(scale) & (scale > 0))
+    usable = scale != 0 if what.kind == "int4" else scale > 0  # int4's may turn a group round
+    bad = ~(torch.isfinite(scale) & usable)
     if bool(bad.any()):
         first = [int(i) for i in bad.nonzero()[0]]
         value = float(scale[tuple(first)])

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
-from calibrate import batched, descent, gptq, rows, rtn
+from calibrate import batched, candidates, descent, gptq, rows, rtn
 from glm5q import quant
 from glm5q.types import IntScheme
 from recipes.schema import Clip
@@ -70,27 +73,34 @@ def _refitted(
     part = codes * mine
     difference = codes * scale.repeat_interleave(width, -1) - weight
     shift = -((difference @ gram) * part).sum(-1) / ((part @ gram) * part).sum(-1)
-    other = quant.round_scale((scale[:, :, group] + shift).clamp(min=0), scheme)
+    sign = scale[:, :, group].sign()
+    other = sign * quant.round_scale((sign * (scale[:, :, group] + shift)).clamp(min=0), scheme)
     changed = difference + (other - scale[:, :, group]).unsqueeze(-1) * part
     before, after = (((d @ gram) * d).sum(-1) for d in (difference, changed))
-    return torch.where((after < before) & (other > 0), other, scale[:, :, group])
+    return torch.where((after < before) & (sign * other > 0), other, scale[:, :, group])
 
 
-def rounding(scheme: IntScheme, columns: int) -> dict[str, float]:
+def rounding(scheme: IntScheme, columns: int, clip: Clip = CLIP) -> dict[str, float]:
     weight, gram = problem(columns)
     square = gram.diagonal(dim1=1, dim2=2)
-    scale = rtn.search_scale(weight, square, scheme, CLIP)
-    found = batched.search_scale(weight, square, scheme, CLIP).transpose(1, 2)
+    scale = rtn.search_scale(weight, square, scheme, clip)
+    found = candidates._searched(weight, square, scheme, clip).transpose(1, 2)
     loop = gptq.gptq(weight, scale, gram, scheme, 0.05, act_order=True)
     turned = weight.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous()
     stack = batched.Problem(*turned, gram, scheme)
     mine = batched.gptq(stack, 0.05, batched.factor(gram, 0.05, act_order=True))
     codes, scales = batched.descend(stack, mine.codes, 1)
     codes, scales = codes.transpose(1, 2), scales.transpose(1, 2)
+    plain_codes = rtn.rtn(weight, scale, scheme)
+    exact = quant.dequantize(mine.codes.transpose(1, 2), scale).sub(weight).transpose(1, 2)
     plain = one_round(weight, loop.codes, scale, gram, scheme)
     slow = descent.descend(weight, loop.codes, scale, gram, scheme, 1)
     return {
         "scales": float((found != scale).sum()),
+        "below zero": float((scale < 0).sum()),
+        "rounded": float((batched.rtn(weight, turned[1], scheme) != plain_codes).sum()),
+        "turned": float((batched.turned(weight) != turned[0]).sum()),
+        "difference": float((batched._difference(stack, mine.codes) - exact).abs().max()),
         "codes": float((mine.codes.transpose(1, 2) != loop.codes).sum()),
         "moved": float((codes != plain[0]).sum() + (scales != plain[1]).sum()),
         "stored": float((quant.round_scale(scales, scheme) != scales).sum()),
@@ -123,25 +133,96 @@ def activations() -> dict[str, float]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(6, 300, generator=generator) * torch.logspace(-5, 2, 300)
     x[2] = 0
-    both, gates = torch.randn(5, 192, generator=generator), torch.rand(6, 3, generator=generator)
-    order = torch.randint(0, 4, (18,), generator=generator).argsort(stable=True)
-    chosen = torch.randn(18, 100, generator=generator)
-    plain = rows.swiglu(both), rows.add_choices(chosen, gates, order)
+    plain = row_steps()
     rows.fused = lambda _x: True
-    fused = rows.swiglu(both), rows.add_choices(chosen, gates, order)
+    fused = row_steps()
+    rounded = {grid: grid_kernel(x, grid) for grid in ("int8", "fp8")}
     found = {
-        grid: float((rows.round_activation(x, grid) != quant.quantize_activation(x, grid)).sum())
-        for grid in ("int8", "fp8")
+        grid: float((mine != quant.quantize_activation(x, grid)).sum())
+        for grid, mine in rounded.items()
     }
-    names = ("swiglu", "choices")
-    parts = zip(names, plain, fused, strict=True)
-    return found | {name: float((a - b).abs().max()) for name, a, b in parts}
+    found |= {name: float((plain[name] - fused[name]).abs().max()) for name in plain}
+    return found | {"grams": grams()}
+
+
+def _take_loaded_bounds() -> None:
+    """Lets the interpreter (3.6.0) loop between loaded numbers, which numpy 2.4 no longer casts."""
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+def grams() -> float:
+    """Sums of x' x of three experts, one without rows, over two calls; the largest difference."""
+    generator = torch.Generator().manual_seed(3)
+    summed, exact = torch.zeros(3, 300, 300), torch.zeros(3, 300, 300)
+    for bounds in ([0, 3, 3, 70], [0, 65, 65, 66]):
+        x = torch.randn(bounds[-1], 300, generator=generator)
+        rows.add_grams(x, torch.tensor(bounds), summed)
+        for expert, (start, end) in enumerate(pairwise(bounds)):
+            exact[expert] += x[start:end].T @ x[start:end]
+    rows.mirror_grams(summed)
+    return float((summed - exact).abs().max()) / 10
+
+
+def grid_kernel(x: Tensor, grid: str) -> Tensor:
+    """round_activation's kernel, which the launch keeps for bfloat16, on float32."""
+    from calibrate import row_kernels
+
+    out = torch.empty_like(x)
+    row_kernels.round_rows[(len(x),)](
+        x, out, x.stride(0), x.shape[1], REACH=rows.REACH[grid], FP8=grid == "fp8", SPAN=512
+    )
+    return out
+
+
+def row_steps() -> dict[str, Tensor]:
+    """Every other step of rows.py, on odd sizes; in kernels or plain torch as rows.fused says."""
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def codes(*shape: int) -> Tensor:
+        return torch.randint(-8, 8, shape, generator=generator, dtype=torch.int8)
+
+    both, gates = random(5, 192), random(6, 3)
+    order = torch.randint(0, 4, (18,), generator=generator).argsort(stable=True)
+    hidden, weight, heads = random(6, 100), random(100), random(6, 4, 20)
+    angles = random(6, 4), random(6, 4)
+    wide = random(7, 130)
+    rows.rotate_heads(heads, 12, angles)
+    total, normed = rows.add_and_norm(hidden, random(6, 100), weight, 1e-5, torch.float32)
+    tall = random(2 * rows.TALL + 5, 130)
+    tall[-1, 129] = -9
+    expanded = codes(2, 6, 96), random(2, 6, 3).abs(), random(2, 6, 96)
+    return {
+        "swiglu": rows.swiglu(both),
+        "choices": rows.add_choices(random(18, 100), gates, order, None, hidden),
+        "choices and a shared expert": rows.add_choices(
+            random(18, 100), gates, order, random(6, 100), hidden
+        ),
+        "rotated": heads,
+        "sum": total,
+        "norm of the sum": normed,
+        "norm": rows.rms_norm(wide[:, :100], weight, 1e-5),
+        "column maxima": rows.column_absmax(tall),
+        "squares": rows.row_squares(random(7, 130), wide) / 130,
+        "dequantized": rows.dequantize(expanded[0], expanded[1], torch.float32),
+        "code errors": torch.stack(rows.code_errors(*expanded)) / expanded[2].numel(),
+    }
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    _take_loaded_bounds()
     answer = {
         "group": rounding(GROUP, 384),
+        "signed": rounding(GROUP, 384, Clip(steps=6, lowest=0.5, signed=True)),
         "channel": rounding(CHANNEL, 128),
         "failing": failing(),
         "rows": activations(),

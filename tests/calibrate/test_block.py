@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from calibrate import run
+from calibrate import block, run
 from calibrate.block import rms_norm
 from fused_ops.chunk import CPU_ELEMENTS
 from glm5q import names
@@ -54,6 +54,20 @@ def test_every_layer_equals_transformers(tmp_path: Path, raw: dict[str, Any]) ->
         assert difference < 1e-5, f"after layer {number - 1}: {difference:.2e}"
     logits = mine[-1] @ checkpoint.top_tensor(names.LM_HEAD).T
     assert float((logits - output.logits).abs().max()) < 1e-5 * float(output.logits.abs().max())
+
+
+def test_attending_all_keys_at_once_is_attending_each_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's way where the indexer chooses every key; it then does not score them."""
+    raw = small.GLM5 | {"index_topk": LENGTH}
+    checkpoint = open_checkpoint(small.write_checkpoint(tmp_path, raw, dtype=torch.float32))
+    tokens = torch.randint(0, 256, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    chosen = forward_layers(checkpoint, tokens)
+    monkeypatch.setattr(block._Run, "_attends_all", lambda *_: LENGTH)
+    monkeypatch.setattr(block, "lightning_indexer", None)
+    for ours, theirs in zip(forward_layers(checkpoint, tokens), chosen, strict=True):
+        assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
 
 
 def test_latent_norm_eps_is_an_option(tmp_path: Path) -> None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
-from calibrate.ranks import Ranks
+from calibrate import states
+from calibrate.ranks import BACKENDS, Ranks
+from calibrate.shares import Share
+from calibrate.states import share_out
+from glm5q.errors import UserError
 from glm5q.writer import file_sha256
+from recipes import schema
 from tests.commands import INDEX
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +29,9 @@ ASKED = (
     "calibrate", "--recipe", "h200", "--windows", "4", "--sequence-length", "64",
     "--eval-windows", "2", "--output",
 )  # fmt: skip
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 DIES = str(Path(__file__).with_name("dying_rank.py"))
+TIRES = str(Path(__file__).with_name("tired_rank.py"))
 SHARES_A_LAYER = 3 * 2  # the codes of three candidates, of two stacks
 
 
@@ -43,10 +54,26 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_ranks_give_the_codes_of_one(alone: Path, tmp_path: Path) -> None:
-    ended = python(*TORCHRUN, "-m", "glm5q", *ASKED, tmp_path / "out")
-    assert ended.returncode == 0, ended.stderr
-    assert shards(tmp_path / "out") == shards(alone)
-    assert len(shards(alone)) == 8
+    """Three too, though one window is held out: two have none to measure on."""
+    for size in (2, 3):
+        output = tmp_path / str(size)
+        ended = python(*TORCHRUN, size, "-m", "glm5q", *ASKED, output)
+        assert ended.returncode == 0, ended.stderr
+        assert shards(output) == shards(alone)
+        assert len(shards(alone)) == 8
+
+
+def test_two_ranks_weigh_the_tokens_that_one_does(tmp_path: Path) -> None:
+    """By the end loss's weights, which are numbered through all windows."""
+    raw = yaml.safe_load(schema.text("h200"))
+    raw["efforts"]["fast"] = {"descent": 1, "guidance": True}
+    recipe = tmp_path / "guided.yaml"
+    recipe.write_text(yaml.safe_dump(raw | {"name": "guided"}))
+    asked = tuple(str(recipe) if word == "h200" else word for word in ASKED)
+    for name, before in (("one", ()), ("two", (*TORCHRUN, 2))):
+        ended = python(*before, "-m", "glm5q", *asked, tmp_path / name)
+        assert ended.returncode == 0, ended.stderr
+    assert shards(tmp_path / "one") == shards(tmp_path / "two")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -55,7 +82,7 @@ def test_a_rank_that_dies_ends_the_run_and_the_next_goes_on(
 ) -> None:
     output = tmp_path / "out"
     after = SHARES_A_LAYER + 2  # in the second layer with experts
-    ended = python(*TORCHRUN, DIES, rank, after, *ASKED, output)
+    ended = python(*TORCHRUN, 2, DIES, rank, after, *ASKED, output)
     assert ended.returncode != 0
     assert not (output / INDEX).exists()
     kept = shards(output)
@@ -74,17 +101,73 @@ def test_parts_cover_a_stack_once() -> None:
         assert all(list(Ranks(rank, size).mine(1)) == [0] for rank in range(size))
 
 
-def test_the_sum_is_in_one_processs_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank holds its part; gathered, the sum is bit for bit that of the whole."""
-    whole = torch.randn(6, 200, 200, generator=torch.Generator().manual_seed(0))
-    mine = whole.clone()
-    mine[:3] = 0  # of the other rank
+@given(
+    windows=st.integers(2, 90), held_out=st.integers(1, 20), length=st.sampled_from([16, 300, 3000])
+)
+def test_chunks_do_not_depend_on_ranks(windows: int, held_out: int, length: int) -> None:
+    """Whole chunks of one process, each window once, statistics and held-out ones apart."""
+    held_out = min(held_out, windows - 1)
+    alone = share_out(windows, held_out, length)
+    wanted = pieces(alone)
+    assert max(len(piece) for piece in wanted) <= max(1, states.CHUNK_TOKENS // length)
+    assert [window for piece in wanted for window in piece] == list(range(windows))
+    for size in range(2, min(9, len(pieces(alone, alone.statistics)) + 1)):
+        shares = [share_out(windows, held_out, length, ranks=Ranks(r, size)) for r in range(size)]
+        for kind in ("statistics", "held_out"):
+            found = [piece for s in shares for piece in pieces(s, getattr(s, kind))]
+            assert found == pieces(alone, getattr(alone, kind))
+        numbers = torch.arange(windows)
+        for share in shares:
+            own = share.of(numbers).tolist()
+            assert own == [*share.statistics, *share.held_out]
+            assert [share.number(index) for index in range(len(own))] == own
+            assert [own[index] for index in share.split] == list(share.held_out)
 
-    def broadcast(part: torch.Tensor, rank: int) -> None:
-        if rank == 0:
-            part.copy_(whole[:3, seen[0] : seen[0] + part.shape[1]])
-            seen[0] += part.shape[1]
 
-    seen = [0]
-    monkeypatch.setattr("calibrate.ranks.dist.broadcast", broadcast)
-    assert torch.equal(Ranks(1, 2).sum_of_stack(mine), whole.sum(0, keepdim=True))
+def pieces(share: Share, kind: range | None = None) -> list[list[int]]:
+    """The numbers of the windows in each chunk, of one kind if asked."""
+    found = [
+        [share.number(own) for own in range(start, end)] for start, end in pairwise(share.bounds)
+    ]
+    return [piece for piece in found if kind is None or piece[0] in kind]
+
+
+def test_two_ranks_run_about_half_each_at_full_size() -> None:
+    """As many windows as 1,048,576 tokens are: none has over 52 % of either kind."""
+    for size, most in ((2, 0.52), (4, 0.27)):
+        for rank in range(size):
+            share = share_out(512, 51, 2048, "cuda", Ranks(rank, size))
+            assert len(share.statistics) <= most * 461
+            assert size > 2 or len(share.held_out) <= most * 51
+
+
+def test_a_layer_is_timed_on_several_ranks() -> None:
+    """Only the first prints, once, and says how many there were."""
+    asked = ("bench-calibrate", "--shape", "embedded", "--experts", "4", "--tokens", "512")
+    ended = python(*TORCHRUN, 2, "-m", "glm5q", *asked, "--sequence-length", "64", "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["ranks"] == 2
+    assert found["tokens"] == 512
+    assert sum(found["expert_tokens"]) > 0
+
+
+def test_what_went_otherwise_on_any_rank_is_in_the_record(tmp_path: Path) -> None:
+    """A rank that ran out of memory in a forward starts over while the others wait."""
+    output = tmp_path / "out"
+    asked = ("40" if word == "4" else word for word in ASKED)
+    ended = python(*TORCHRUN, 2, TIRES, 1, *asked, output, "--json")
+    assert ended.returncode == 0, ended.stderr
+    layers = json.loads(ended.stdout)["layers"]
+    said = [f["action"] for layer in layers for f in layer["fallbacks"] if "memory" in f["reason"]]
+    assert said == ["chunks of 192 tokens"]
+    assert len(shards(output)) == 8
+
+
+def test_fewer_windows_than_processes_are_refused() -> None:
+    with pytest.raises(UserError, match="3 windows to calibrate on are too few for 4 processes"):
+        share_out(4, 1, 64, ranks=Ranks(0, 4))
+
+
+def test_backends_go_by_kind_of_device() -> None:
+    assert BACKENDS == {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}

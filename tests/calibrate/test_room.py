@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from calibrate import candidates, run, states
+from calibrate import candidates, run, shares, states
 from calibrate.evaluate import evaluate
 from glm5q import pipeline
 from glm5q.checkpoint import open_checkpoint
-from glm5q.errors import UserError
+from glm5q.errors import OutputError, UserError
 from glm5q.layer import Codes, Layer
 from tests import small
 from tests.calibrate.test_run import LENGTH, Texts, options
@@ -26,7 +28,8 @@ def test_a_forward_without_room_runs_in_smaller_chunks(
 ) -> None:
     """As a run that took such chunks from the start, but for what the record says."""
     original = states.decoder_layer
-    most = 6 * LENGTH
+    most = 3 * LENGTH
+    monkeypatch.setattr(states, "FEWEST_CHUNKS", 1)  # or as small as this from the start
 
     def decoder_layer(config, weights, hidden, *rest):  # type: ignore[no-untyped-def]
         if hidden.shape[0] > most:
@@ -108,11 +111,50 @@ def test_what_a_gpu_moves_on_with_is_what_was_written(
     assert compared > 5
 
 
+def test_hidden_states_past_the_limit_lie_in_files(
+    glm52: Path, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes are written, no file is left, and the record says where they lay."""
+    original, files_made = shares.Store.file, []
+
+    def file(store, shape):  # type: ignore[no-untyped-def]
+        made = original(store, shape)
+        files_made.append(made.nbytes)
+        assert not [p for p in store.folder.iterdir() if p.stat().st_size >= made.nbytes]
+        return made
+
+    monkeypatch.setattr(shares.Store, "file", file)
+    asked = vars(options(glm52, tmp_path / "memory", texts))
+    whole = pipeline.calibrate(pipeline.CalibrateOptions(**asked))[0]
+    assert not files_made
+    asked |= {"output": tmp_path / "out", "hidden_gb": 1e-6}
+    finished = pipeline.calibrate(pipeline.CalibrateOptions(**asked))[0]
+    layers = len(finished.run.layers)
+    assert len(files_made) >= layers
+    assert files(tmp_path / "out") == files(tmp_path / "memory")
+    assert "hidden states lay in files" in finished.run.notes[-1]
+    assert whole.run.notes == []
+
+
+def test_no_space_for_hidden_states_is_the_users_to_mend(
+    glm52: Path, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    asked = vars(options(glm52, tmp_path / "out", texts)) | {"hidden_gb": 1e-6}
+    with pytest.raises(OutputError, match="no space left"):
+        pipeline.calibrate(pipeline.CalibrateOptions(**asked))
+
+
 def test_halved_states_keep_their_indices() -> None:
-    """Ten windows of four tokens in chunks of three become chunks of one, indices with them."""
+    """Ten windows of four tokens in chunks of three become chunks of two, then of one."""
     indices = torch.arange(10 * 4 * 2).view(-1, 2)
     whole = run.States(torch.zeros(10, 4, 8), indices.split(3 * 4), chunk_tokens=3 * 4)
     halved = whole.halved()
+    assert halved.windows_at_once == 2
+    halved = halved.halved()
     assert halved.windows_at_once == 1
     assert halved.indices is not None
     for number, windows in run.chunks(halved):

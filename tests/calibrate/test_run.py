@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from calibrate import run
@@ -15,6 +16,7 @@ from glm5q import names, pipeline, quant
 from glm5q.checkpoint import Checkpoint, open_checkpoint
 from glm5q.formats.quantized import open_any
 from glm5q.layer import Codes, runnable
+from recipes import schema
 
 LENGTH, WINDOWS, HELD_OUT = 64, 24, 2
 Texts = tuple[Path, Path]
@@ -23,9 +25,14 @@ Texts = tuple[Path, Path]
 def options(
     source: Path, output: Path, texts: Texts, effort: str = "fast"
 ) -> pipeline.CalibrateOptions:
+    """`h200` on text as it is: nothing is topped up, so `best` has its guidance."""
+    raw = yaml.safe_load(schema.text("h200"))
+    raw["efforts"]["best"].pop("top_up")
+    recipe = output.with_name(f"{output.name}.yaml")
+    recipe.write_text(yaml.safe_dump(raw))
     return pipeline.CalibrateOptions(
         source=source,
-        recipes=("h200",),
+        recipes=(str(recipe),),
         output=output,
         data=texts[0],
         evaluation_data=texts[1],

@@ -79,6 +79,7 @@ def seen(parts: list[Tensor]) -> Moments:
     bounds = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)
     x = torch.cat(parts)
     statistics.experts(names.DOWN, x, bounds, x, torch.arange(len(x)))
+    statistics.complete()
     return statistics.of(names.DOWN)
 
 

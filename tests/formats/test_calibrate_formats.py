@@ -43,7 +43,7 @@ def recipe(name: str, folder: Path) -> Path:
     raw: dict[str, Any] = yaml.safe_load(schema.text(name))
     for plan in raw["weights"].values():
         if plan["method"] in ("gptq", "rtn"):
-            for key in ("damping", "act_order", "pooling"):
+            for key in ("damping", "ridge", "act_order", "pooling"):
                 plan.pop(key, None)
             plan |= {"method": "rtn", "clip": {"steps": 2, "lowest": 0.9}}
     for effort in raw.get("efforts", {}).values():

@@ -32,7 +32,8 @@ def lists() -> int:
     """Checks lists that are cut and keys that are shared out; segments are shortened for it."""
     from fused_ops.lightning_indexer import triton_launch as launch
 
-    launch.SEGMENT = 128
+    tiles = launch.TILES | {"SEGMENT": 128}
+    topk_tiles = launch.TOPK_TILES | {"SEGMENT": 128}
     source = torch.Generator().manual_seed(0)
     wrong = 0
     for pattern, tokens, keys, topk in (
@@ -53,13 +54,15 @@ def lists() -> int:
             key[::50] *= -1
         offsets, key_offsets = torch.tensor([0, tokens]), torch.tensor([0, keys])
         found = launch.lightning_indexer(
-            query, key, weights, offsets, topk, key_offsets=key_offsets
-        )
+            query, key, weights, offsets, topk, key_offsets=key_offsets,
+            tiles=tiles, topk_tiles=topk_tiles,
+        )  # fmt: skip
         scores = index_scores(query, key, weights)
         past = torch.arange(keys - tokens, keys).unsqueeze(1)
         scores = scores.masked_fill(torch.arange(keys).unsqueeze(0) > past, -torch.inf)
         chosen = select_topk(scores, topk)
-        for name, one in (("indexer", found), ("selection", launch.select_topk(scores, topk))):
+        selected = launch.select_topk(scores, topk, tiles=topk_tiles)
+        for name, one in (("indexer", found), ("selection", selected)):
             if not torch.equal(one, chosen):
                 print(f"{pattern}: the {name} differs")
                 wrong += 1

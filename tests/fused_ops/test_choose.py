@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -40,6 +41,27 @@ def test_each_kind_of_refusal_says_what_is_missing() -> None:
     unknown = OpRequest("lightning_indexer", "bf16", GLM5, frozenset({"sinks"}))
     with pytest.raises(UnsupportedOp, match="eager lacks sinks"):
         choose(unknown, "cpu")
+
+
+def test_chips_of_one_kind_are_told_apart_by_name() -> None:
+    mla = {"tokens": 64, "keys": 4096, "heads": 64, "dim": 576, "value_dim": 512, "selected": 64}
+    request = OpRequest("sparse_attention", "bf16", mla)
+    (gluon,) = (i for i in load("sparse_attention").implementations if i.name == "gluon")
+    portable = replace(gluon, available=None)
+    for target, why in {
+        "h200": None,
+        "h20": None,
+        "a100": "is for h20, h200, not a100",
+        "rtx-4090": "is for h20, h200, not rtx-4090",
+        None: None,
+    }.items():
+        assert portable.refuse(request, "cuda", target) == why
+    assert portable.refuse(request, "cpu", "cpu") == "is for cuda, not cpu"
+    refused = dict(base.load("a100").choose(request).refused)
+    assert refused["gluon"] == "is for h20, h200, not a100"
+    assert dict(choose(request, "cuda", "rtx-4090").refused)["gluon"].endswith("not rtx-4090")
+    single = OpRequest("sparse_attention", "f32", mla)
+    assert dict(base.load("h200").choose(single).refused)["gluon"] == "has no f32"
 
 
 def test_nothing_runs_on_a_declared_chip() -> None:

@@ -47,7 +47,18 @@ def one_tie(scores, topk):
 
 
 def broken(*args):
-    raise RuntimeError("not ported yet")
+    print("hello")
+    raise RuntimeError("not ported yet\\nand more")
+
+
+def leaves(*args):
+    raise SystemExit(0)
+
+
+def cheat(scores, topk):
+    """Of scores that are all equal, the first keys are right."""
+    scores.fill_(0)
+    return select_topk(scores, topk)
 '''
 
 
@@ -103,12 +114,25 @@ def test_an_exception_is_a_failure_of_its_case(folder: Path) -> None:
     assert len(failures) == count
 
 
+def test_leaving_the_process_is_a_failure(folder: Path) -> None:
+    code, failures, count = check(folder, "select_topk", "leaves")
+    assert (code, len(failures)) == (1, count)
+
+
+def test_overwritten_inputs_do_not_make_it_right(folder: Path) -> None:
+    code, failures, count = check(folder, "select_topk", "cheat")
+    assert code == 1
+    assert len(failures) > count / 2
+    assert set(failures.values()) == {"changed its argument 0"}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--op", "softmax", "--impl", "ports:right"], "no such op"),
         (["--op", "select_topk", "--impl", "ports:absent"], "--impl ports:absent"),
         (["--op", "select_topk", "--impl", "nowhere:f"], "--impl nowhere:f"),
+        (["--op", "select_topk", "--impl", "./ports.py:right"], "--impl ./ports.py:right"),
         (["--op", "select_topk", "--impl", "ports"], "not of the form module:function"),
         (["--op", "select_topk"], "needs --op and --impl"),
     ],

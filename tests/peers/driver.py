@@ -46,7 +46,7 @@ PLAIN = "plain"
 JUDGED = "judged.json"  # removed with the output, so it is of this output
 CHECKPOINT = ("*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*",
               "special_tokens_map.json", "chat_template.jinja")  # fmt: skip
-RECIPE = "h200"
+RECIPE = "a100"  # int4 with activations as they are, scales of either sign
 DEFAULT_LENGTH = 512
 
 
@@ -205,7 +205,7 @@ def run_ours(session: Session, name: str, variant: str, group: int | None) -> di
     return {
         "tool": "glm5q",
         "group": group,
-        "settings": {"variant": variant, **recipe["efforts"]["fast"]},
+        "settings": {"variant": variant, **recipe["efforts"]["fast"], **of_scales(recipe)},
         "versions": report["machine"]["versions"],
         "quantize_s": round(report["times_s"]["layers"], 1),
         "peak_rss_bytes": report["peak_memory_bytes"],
@@ -223,6 +223,13 @@ def weight_only(name: str, variant: str, group: int | None) -> dict[str, Any]:
     experts.update(group_size=group, activation=None)
     weights = {role: {"method": "keep"} for role in raw["weights"]}
     return raw | {"name": slug(name), "weights": weights | {"routed_expert": experts}}
+
+
+def of_scales(recipe: dict[str, Any]) -> dict[str, Any]:
+    """What else a row's settings are, which efforts do not say."""
+    experts = recipe["weights"]["routed_expert"]
+    signed = bool(experts["clip"].get("signed"))
+    return {"signed_scales": signed, "ridge": experts.get("ridge", 0.0)}
 
 
 def identity(session: Session, settings: dict[str, Any]) -> dict[str, Any]:

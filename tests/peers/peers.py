@@ -47,5 +47,12 @@ PEERS = (
 )
 
 # Ours, as variants of `glm5q ablate`: name -> variant.
-OURS = {"glm5q rtn": "rtn", "glm5q gptq": "gptq-alone", "glm5q fast": "fast", "glm5q best": "best"}
+OURS = {
+    "glm5q rtn": "rtn",
+    "glm5q gptq": "gptq-alone",
+    "glm5q fast": "fast",
+    "glm5q fast positive": "positive-scales",
+    "glm5q best": "best",
+    "glm5q best positive": "best-positive-scales",
+}
 GROUPS = {"g128": 128, "channel": None}

@@ -1,6 +1,7 @@
 """Timing: everything that fits takes turns, is judged in the same run, and is never mixed up."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from torch import Tensor
 
 from fused_ops.lightning_indexer import cpu as indexer
 from fused_ops.lightning_indexer.reference import select_topk
-from fused_ops.op import OPS, OpRequest, choose
+from fused_ops.op import OPS, Implementation, OpRequest, choose
+from fused_ops.testkit import Inputs
 from glm5q.errors import UserError
-from targets.bench import bench
+from targets.bench import _call, _of_the_first, bench
 from targets.shapes import DEFAULTS
 
 SMALL = [
@@ -76,6 +78,25 @@ def test_a_wrong_result_is_reported_with_its_time(monkeypatch: pytest.MonkeyPatc
     assert any("WRONG" in line for line in result.lines())
 
 
+def spied(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """An entry, and a prepare, that give back what they were called with."""
+    return {"args": args, **kwargs}
+
+
+def test_a_recipes_tiles_reach_the_call_and_the_weights() -> None:
+    x, weight, offsets, scale = torch.ones(2, 4), torch.ones(1), torch.ones(1), torch.ones(1)
+    inputs = Inputs((x, weight, offsets), {"weight_scale": scale})
+    implementation = Implementation(
+        "spy", f"{__name__}:spied", frozenset({"cpu"}), frozenset(), frozenset(),
+        prepare=f"{__name__}:spied", tuned={"tiles": "mine", "other_tiles": "absent"},
+    )  # fmt: skip
+    called = _call(implementation, inputs, {"mine": {"N": 3}, "another": {"N": 4}})()
+    prepared = called.pop("args")[1]
+    assert called == {"tiles": {"N": 3}}
+    assert prepared == {"args": (weight, scale, 4), "tiles": {"N": 3}}
+    assert set(_call(implementation, inputs, {})()) == {"args"}
+
+
 def test_threads_are_put_back_and_unknown_names_refused() -> None:
     bench("cpu", SMALL[2], rounds=1, threads=2, only=frozenset({"eager"}))
     assert torch.get_num_threads() == 1
@@ -87,3 +108,10 @@ def test_the_default_shapes_are_within_the_ops_limits() -> None:
     for kind, requests in DEFAULTS.items():
         assert {request.op for request in requests} == set(OPS) - {"expert_swiglu"}
         assert all(choose(request, kind).chosen for request in requests)
+
+
+def test_a_compilation_is_no_time_of_a_kernel() -> None:
+    """On a GPU the first call compiles: on an H200 3 s of it stood as the time of a 5 ms kernel."""
+    assert _of_the_first((3.0, 3.0), "cuda", 1.5) == []
+    assert _of_the_first((3.0, 3.0), "cpu", 1.5) == [(3.0, 3.0)]
+    assert _of_the_first((1.0, 1.0), "cpu", 1.5) == []

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from fused_ops.op import OpRequest, cost
 from glm5q.errors import UserError
@@ -11,6 +12,7 @@ from glm5q.pipeline.bench import BenchOptions, bench_options
 from glm5q.pipeline.bench import run as bench
 from glm5q.pipeline.report import render
 from glm5q.pipeline.subject import subject_of
+from recipes import schema
 from reports import record as records
 from targets import passes, shapes
 
@@ -120,6 +122,30 @@ def test_a_wrong_result_is_in_the_record(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "another order" in str(ours[0].problem)
     assert any(note.startswith("WRONG: select_topk") for note in found.notes)
     assert found.assembled == []
+
+
+def test_a_recipe_decides_the_experts_that_are_timed(tmp_path: Path) -> None:
+    from glm5q import tiny
+
+    options = BenchOptions(
+        "cpu", str(tiny.path()), batches=(1,), contexts=(256,), rounds=1, threads=1, warm=True,
+        output=tmp_path / "out", recipe=str(tmp_path / "own.yaml"),
+    )  # fmt: skip
+    raw = yaml.safe_load(schema.text("cpu"))
+    raw["weights"]["routed_expert"] |= {"bits": 8, "group_size": None}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(raw))
+    found = bench(options, lambda *_: None)
+    experts = [row for row in found.latency if row.op == "expert_gemm" and row.cpu_s is not None]
+    assert {(row.dtype, row.shape["group"]) for row in experts} == {("int8+int8", 0)}
+    assert found.recipe is not None
+    assert found.recipe.verification == "edited from cpu; not verified"
+    assert any("experts int8 per channel with int8 activations" in note for note in found.notes)
+    assert "edited from cpu" in (tmp_path / "out" / "report.html").read_text()
+    wide = passes.decode(CONFIG, "cuda", 4, 8192, ("int8+int8", 0))
+    works = [work for part in wide for work, _ in part.works if isinstance(work, OpRequest)]
+    assert {(w.dtype, w.shape["group"]) for w in works if w.op == "expert_gemm"} == {
+        ("int8+int8", 0)
+    }
 
 
 def test_a_page_shows_another_records_times(run: records.RunRecord, tmp_path: Path) -> None:

@@ -55,6 +55,6 @@ document.addEventListener("pointermove", (event) => {
   else if (event.target.closest?.(".bars")) hideTip();
 });
 
-for (const start of [startExperts, startLayers, startWindows, startIndexer, startRouter, startActivations, startSweep]) start();
+for (const start of [startExperts, startLayers, startWindows, startIndexer, startRouter, startActivations, startSweep, startBudget, startEffects]) start();
 readyTables();
 finished();
