@@ -8,10 +8,10 @@ from typing import Literal
 from torch import Tensor
 
 from calibrate.block import Observer
+from fused_ops.sparse_attention.contract import TILE
 from glm5q import quant
 
 Grid = Literal["fp8", "int8"]
-TILE = 128  # latent features that share a float32 scale in the 656-byte row
 
 
 @dataclass

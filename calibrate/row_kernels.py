@@ -150,15 +150,21 @@ def row_squares(x, other, out, columns, SPAN: tl.constexpr):
 
 
 @triton.jit
+def expanded(codes, scale, row, column, inside, columns, groups):
+    """codes x scale, float32, at `column` of a row; scale [rows, groups]."""
+    code = tl.load(codes + row * columns + column, mask=inside, other=0).to(tl.float32)
+    group = column // (columns // groups)
+    return code * tl.load(scale + row * groups + group, mask=inside, other=0.0)
+
+
+@triton.jit
 def expand_codes(codes, scale, out, columns, groups, SPAN: tl.constexpr):
     """out = codes x scale of one row a program; scale [rows, groups]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SPAN)
     inside = column < columns
-    code = tl.load(codes + row * columns + column, mask=inside, other=0).to(tl.float32)
-    group = column // (columns // groups)
-    step = tl.load(scale + row * groups + group, mask=inside, other=0.0)
-    tl.store(out + row * columns + column, (code * step).to(out.dtype.element_ty), mask=inside)
+    values = expanded(codes, scale, row, column, inside, columns, groups)
+    tl.store(out + row * columns + column, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -167,11 +173,8 @@ def code_errors(codes, scale, weight, out, columns, groups, SPAN: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SPAN)
     inside = column < columns
-    code = tl.load(codes + row * columns + column, mask=inside, other=0).to(tl.float32)
-    group = column // (columns // groups)
-    step = tl.load(scale + row * groups + group, mask=inside, other=0.0)
     exact = tl.load(weight + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-    difference = code * step - exact
+    difference = expanded(codes, scale, row, column, inside, columns, groups) - exact
     tl.store(out + row * 2, tl.sum(difference * difference, axis=0))
     tl.store(out + row * 2 + 1, tl.sum(exact * exact, axis=0))
 

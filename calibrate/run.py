@@ -7,10 +7,9 @@ target. So each recipe has its own hidden states; recipes share the reading of t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Literal, Protocol, TypeVar, cast
 
@@ -20,9 +19,9 @@ from torch import Tensor
 
 from calibrate.block import LayerOutput
 from calibrate.candidates import LayerPlan
+from calibrate.job import Job, Place
 from calibrate.methods import choose, gram_paths, plan_layer, results, with_weight_errors
-from calibrate.observe import HeldOutErrors, RowWeights, Statistics
-from calibrate.ranks import ALONE, Ranks
+from calibrate.observe import HeldOutErrors, Statistics
 from calibrate.rows import dequantize
 from calibrate.shares import Share, Store
 from calibrate.states import (
@@ -48,7 +47,7 @@ from glm5q.formats.base import mtp_copies
 from glm5q.layer import Layer, Weights, runnable
 from glm5q.stream import layers
 from glm5q.types import CodedScheme, Fallback, KeepScheme, LayerResult, Role
-from glm5q.writer import Shard, Writer
+from glm5q.writer import Shard
 from recipes.schema import Recipe
 
 __all__ = [
@@ -71,96 +70,6 @@ class Source(Protocol):
     def layer_bytes(self, number: int) -> int: ...
 
     def optional_layer_tensors(self, number: int) -> dict[str, Tensor]: ...
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run computes, and which of several processes it is."""
-
-    device: str = "cpu"
-    ranks: Ranks = ALONE
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.startswith("cuda")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What a layer's matrices are; the residual stream is float32 everywhere."""
-        return torch.bfloat16 if self.on_gpu else torch.float32
-
-    def arrived(self, layer: Layer) -> Layer:
-        """Returns a layer just read, on the GPU if there is one: host memory is for the next."""
-        return layer.to(self.device) if self.on_gpu else layer
-
-
-@dataclass
-class Job:
-    """One recipe being applied: its writer, hidden states, and what is done so far.
-
-    `text` are the windows that the states are of where it is not the run's.
-    Shards are written and committed on a thread, one layer's behind the computation at most.
-    `stage_s` are seconds spent, by stage; `fallbacks` wait for the layer's result.
-    """
-
-    recipe: Recipe
-    writer: Writer
-    states: States
-    guidance: Sequence[RowWeights | None] = ()
-    text: Tensor | None = None
-    shards: list[Shard] = field(default_factory=list)
-    results: list[LayerResult] = field(default_factory=list)
-    resumed: int = 0
-    fallbacks: list[Fallback] = field(default_factory=list)
-    stage_s: dict[str, float] = field(default_factory=dict)
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1), repr=False)
-    _landing: list[tuple[Future[Shard], LayerResult]] = field(default_factory=list, repr=False)
-
-    def guidance_of(self, number: int) -> RowWeights | None:
-        return self.guidance[number] if number < len(self.guidance) else None
-
-    @contextmanager
-    def stage(self, name: str, place: Place, wait: bool = True) -> Iterator[None]:
-        """Counts the seconds of what is done within.
-
-        The device's work included, unless it goes on beside the next stage's.
-        """
-        started = time.perf_counter()
-        yield
-        if place.on_gpu and wait:
-            torch.cuda.synchronize()
-        self.stage_s[name] = self.stage_s.get(name, 0.0) + time.perf_counter() - started
-
-    def write(self, number: int, tensors: Callable[[], dict[str, Tensor]]) -> Future[Shard]:
-        self.settle()  # one layer's tensors wait at a time
-        return self._thread.submit(lambda: self.writer.write(number, tensors()))
-
-    def land(self, number: int, shard: Future[Shard], result: LayerResult) -> None:
-        """Commits a shard once it is written."""
-
-        def commit() -> Shard:
-            written = shard.result()
-            size = sum(written.tensors.values())
-            found = asdict(replace(result, quantized_bytes=size))
-            return self.writer.commit(number, written, found)
-
-        self._landing.append((self._thread.submit(commit), result))
-
-    def close(self) -> None:
-        """Lets what is being written finish, and ends the thread."""
-        try:
-            self.settle()
-        finally:
-            self._thread.shutdown()
-
-    def settle(self) -> None:
-        """Waits for what is being written; raises what went wrong there."""
-        while self._landing:
-            landing, result = self._landing.pop(0)
-            shard = landing.result()
-            size = sum(shard.tensors.values())
-            self.shards.append(shard)
-            self.results.append(replace(result, quantized_bytes=size))
 
 
 def calibrate(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +17,7 @@ from glm5q.config import ModelConfig
 from glm5q.errors import RecipeError
 from glm5q.formats.base import Options
 from glm5q.types import Fp8Scheme, IntScheme, KeepScheme, Role, Scheme
+from recipes.tiles import problems as tile_problems
 
 KEEP_ONLY = {
     Role.EMBEDDING: "looked up, not multiplied",
@@ -50,66 +50,6 @@ MARLIN = {"h200", "h20", "a100", "rtx-4090"}  # chips where vLLM multiplies int4
 
 
 Effort = Literal["fast", "best"]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes a tile may have: `least` to `most`, powers of two or else multiples of `multiple`.
-
-    The bounds are what a kernel's arithmetic needs; what fits a chip its compiler says.
-    """
-
-    least: int = 1
-    most: int | None = None
-    multiple: int | None = None
-
-    def refuse(self, size: int) -> str | None:
-        """Returns which size to give, or None if `size` is one."""
-        near = self.least <= size and (self.most is None or size <= self.most)
-        if near and (size % self.multiple == 0 if self.multiple else not size & (size - 1)):
-            return None
-        kind = "a power of two" if self.multiple is None else "a number"
-        kind += f", a multiple of {self.multiple}," if (self.multiple or 1) > 1 else ""
-        reach = "" if self.most is None else f" up to {self.most}"
-        return f"give {kind}" + (f" from {self.least}{reach}" if self.least > 1 or reach else "")
-
-
-POWER = Sizes()
-DOT = Sizes(16, 1024)  # a side of a matrix product
-STAGES, PROGRAMS = Sizes(1, 8, multiple=1), Sizes(1, 32, multiple=1)
-WARPS = Sizes(1, 16)
-SEGMENT = Sizes(32, 8192)  # the indexer counts two rows of one in 16 bits each
-REGISTERS = Sizes(24, 248, multiple=8)  # what setmaxnreg takes, PTX ISA 8.x
-
-# An implementation's tiles, by the names of its kernel's constants: a table a kind of chip.
-ASCEND = {
-    "sparse_attention": {"H": POWER, "N": POWER},
-    "lightning_indexer": {"ROWS": POWER, "K": POWER},
-    "select_topk": {"N": POWER},
-    "expert_gemm": {"ROWS": POWER, "N": POWER, "WIDTH": POWER},
-}
-CUDA = {
-    "sparse_attention": {"H": DOT, "N": DOT, "STAGES": STAGES},
-    "lightning_indexer": {
-        "ROWS": DOT, "K": DOT, "WARPS": WARPS, "SEGMENT": SEGMENT, "OCCUPANCY": PROGRAMS,
-        "REGISTERS": REGISTERS,
-    },
-    "select_topk": {"SEGMENT": SEGMENT, "SELECTIONS": PROGRAMS},
-    "expert_gemm": {"ROWS": DOT, "N": DOT, "WIDTH": Sizes(64, 1024), "STAGES": STAGES},
-}  # fmt: skip
-HOPPER = CUDA | {
-    "sparse_attention-gluon": {
-        "PRODUCERS": Sizes(1, 8), "REGISTERS": REGISTERS, "WIDEN_REGISTERS": REGISTERS
-    }
-}  # fmt: skip
-TILES = {
-    "ascend-910b": ASCEND,
-    "ascend-910c": ASCEND,
-    "h200": HOPPER,
-    "h20": HOPPER,
-    "a100": CUDA,
-    "rtx-4090": CUDA,
-}
 
 
 class _Strict(BaseModel):
@@ -243,8 +183,8 @@ class CalibrationPlan(_Strict):
 class Recipe(_Strict):
     """What to do to each role for one chip and engine.
 
-    `tiles` (implementation -> name -> size, all that TILES has for the target, or none) are what
-    its kernels are launched with.
+    `tiles` (implementation -> name -> size, all that recipes.tiles has for the target, or none) are
+    what its kernels are launched with.
     """
 
     version: Literal[1]
@@ -424,7 +364,7 @@ def _is_number(text: str) -> bool:
 
 def _problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yields (what is wrong, what to do)."""
-    yield from _tile_problems(recipe)
+    yield from tile_problems(recipe.target, recipe.tiles)
     undecided = [role.value for role in Role if role not in recipe.weights]
     if undecided:
         fix = "give it a method, or {method: keep}"
@@ -465,42 +405,6 @@ def _source_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield f"weights.{role.value}: the release has {wanted} there", f"give {wanted}"
     if recipe.mtp != "quantize" or recipe.overrides:
         yield "the release quantizes its MTP layer and has no overrides", "give mtp: quantize"
-
-
-def _tile_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if not recipe.tiles:
-        return
-    if (known := TILES.get(recipe.target)) is None:
-        yield f"tiles: no kernel for {recipe.target} reads them", "mend target, or leave out tiles"
-        return
-    given = {op: set(tiles) for op, tiles in recipe.tiles.items()}
-    alike = [chip for chip in TILES if given == {op: set(TILES[chip][op]) for op in TILES[chip]}]
-    if alike and any(given[op] - set(known.get(op, ())) for op in given):
-        chips = " and ".join(alike)
-        yield f"tiles: they are for {chips}, not {recipe.target}", "leave out tiles"
-        return
-    for op in known:
-        if op not in recipe.tiles:
-            yield f"tiles.{op}: missing", "give every op's tiles, or leave out tiles"
-    for op, tiles in recipe.tiles.items():
-        if op not in known:
-            yield f"tiles.{op}: no such op", f"tiles are of {', '.join(known)}"
-        yield from _size_problems(f"tiles.{op}", known.get(op, {}), tiles)
-    indexer = recipe.tiles["lightning_indexer"]
-    if indexer.get("SEGMENT", indexer["K"]) < indexer["K"]:
-        fix = "give K or more: a segment is scored tile by tile"
-        yield f"tiles.lightning_indexer.SEGMENT: {indexer['SEGMENT']}", fix
-
-
-def _size_problems(
-    where: str, known: Mapping[str, Sizes], tiles: Mapping[str, int]
-) -> Iterator[tuple[str, str]]:
-    for name in sorted(set(known) ^ set(tiles)):
-        word = "unknown" if name in tiles else "missing"
-        yield f"{where}.{name}: {word}", f"give {', '.join(known)}"
-    for name, size in tiles.items():
-        if fix := known[name].refuse(size):
-            yield f"{where}.{name}: {size}", fix
 
 
 def _role_problems(

@@ -207,6 +207,19 @@ def held(x):
 
 
 @gluon.jit
+def weigh(weights, bits, totals, wholes):
+    """Writes 2^bits to shared memory as bfloat16; the sums with them, as they were and rounded."""
+    weight = gl.exp2(bits)
+    used = rounded(weight)
+    weights.store(used)
+    totals += held(weight)
+    wholes += held(used.to(gl.float32))
+    hopper.fence_async_shared()
+    gl.thread_barrier()
+    return totals, wholes
+
+
+@gluon.jit
 def of_rows(x, SCORES: gl.constexpr):
     """[64] sums of what `held` left, as SCORES holds its rows."""
     return gl.convert_layout(gl.sum(gl.sum(x, 2), 1), gl.SliceLayout(1, SCORES))
@@ -266,13 +279,8 @@ def consume(
             near, values.index(turn).permute((1, 0)), logits, is_async=True
         )
         scores = hopper.warpgroup_mma_wait(0, deps=(logits,)) * scale
-        weight = gl.exp2(gl.where(chosen[None, :], scores, float("-inf")))
-        used = rounded(weight)
-        weights.store(used)
-        totals += held(weight)
-        wholes += held(used.to(gl.float32))
-        hopper.fence_async_shared()
-        gl.thread_barrier()
+        bits = gl.where(chosen[None, :], scores, float("-inf"))
+        totals, wholes = weigh(weights, bits, totals, wholes)
         product = hopper.warpgroup_mma(weights, values.index(turn), sums, is_async=True)
     sums = hopper.warpgroup_mma_wait(0, deps=(product,))
     total = of_rows(totals, SCORES)
@@ -296,13 +304,7 @@ def consume(
                 near, far, values, rests, latent, listed + start, room - start, keys, pages,
                 page_stride, row_stride, scale, lane, SCORES, WIDE, NARROW, PAGE, KV,
             )  # fmt: skip
-            weight = gl.exp2(scores - base[:, None])
-            used = rounded(weight)
-            weights.store(used)
-            totals += held(weight)
-            wholes += held(used.to(gl.float32))
-            hopper.fence_async_shared()
-            gl.thread_barrier()
+            totals, wholes = weigh(weights, scores - base[:, None], totals, wholes)
             sums = hopper.warpgroup_mma(weights, values.index(0), sums)
         total = of_rows(totals, SCORES)
         whole = of_rows(wholes, SCORES)

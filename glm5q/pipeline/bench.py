@@ -17,7 +17,7 @@ from glm5q.config import ModelConfig
 from glm5q.errors import UserError
 from glm5q.pipeline import describe
 from glm5q.pipeline.bench_rows import Key, key_of, label, row_of, spread
-from glm5q.pipeline.lower import choose, expert_dtype, requests, tiles_for
+from glm5q.pipeline.lower import choose, expert_dtype, requests, tiles_for, unsupported
 from glm5q.pipeline.subject import subject_of
 from recipes import schema
 from reports import measures
@@ -177,12 +177,12 @@ class _Run:
 
     def _requests(self) -> list[Key]:
         """The table of single ops: GLM-5's, so left out for another model's shape."""
-        asked = [r for r in requests(self._chip.kind, self._recipe) if self._wanted(r)]
+        known = requests(self._chip.kind, self._recipe)
+        ops = dict.fromkeys(request.op for request in known)
         for op in self._options.ops:
-            if all(request.op != op for request in asked):
-                timed = dict.fromkeys(r.op for r in requests(self._chip.kind, self._recipe))
-                raise UserError(f"--ops {op}: no shape of it is timed", f"use {', '.join(timed)}")
-        return [key_of(request) for request in asked]
+            if op not in ops:
+                raise UserError(f"--ops {op}: no shape of it is timed", f"use {', '.join(ops)}")
+        return [key_of(request) for request in known if self._wanted(request)]
 
     def _wanted(self, request: OpRequest) -> bool:
         if self._options.ops:
@@ -196,8 +196,9 @@ class _Run:
             self._rows.append(row)
             self._seconds[key] = row
             return
-        chosen = choose(work, self._chip).chosen
-        assert chosen is not None  # it raises where nothing runs
+        choice = choose(work, self._chip)
+        if (chosen := choice.chosen) is None:
+            raise unsupported(choice, self._chip)
         found = bench.bench(
             self._chip.name,
             work,

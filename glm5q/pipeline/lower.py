@@ -98,13 +98,15 @@ def lower(
 
     Dtypes and tiles are the recipe's where one is given. Artefacts and manifest.json go to
     `output`, a new folder; compiled code stays in the user's cache either way. Raises UserError,
-    UnsupportedOp among them where nothing runs an op there.
+    UnsupportedOp among them where nothing of ours runs any op there.
     """
     chip = base.load(target)
     if setup and chip.kind != "ascend":
         raise UserError("--setup: only Ascend targets have compilers of their own", "leave it out")
     wanted = schema.load(recipe) if recipe else None
-    rows = _rows(requests(chip.kind, wanted), chip)
+    rows = tuple(choose(request, chip) for request in requests(chip.kind, wanted))
+    if not any(row.chosen for row in rows):
+        raise unsupported(rows[0], chip)
     tiles, whose = tiles_for(chip, wanted, recipe)
     environment = environment or build.cache_folder() / "ascend"
     if setup:
@@ -126,23 +128,6 @@ def lower(
     except OSError as error:
         raise write_error(output, error) from None
     return lowered
-
-
-def _rows(asked: tuple[OpRequest, ...], chip: base.Target) -> tuple[Row, ...]:
-    """What runs each request; an op that only an engine's own kernel runs leaves the rest."""
-    rows: list[Row] = []
-    last: UnsupportedOp | None = None
-    for request in asked:
-        try:
-            rows.append(choose(request, chip))
-        except UnsupportedOp as error:
-            last = error
-            names = [(one.name, one.refuse(request, chip.kind, chip.name) or "")
-                     for one in load(request.op).implementations]  # fmt: skip
-            rows.append(Row(request, None, None, tuple(names)))
-    if last is not None and not any(row.chosen for row in rows):
-        raise last
-    return tuple(rows)
 
 
 def requests(kind: str, recipe: schema.Recipe | None) -> tuple[OpRequest, ...]:
@@ -194,10 +179,7 @@ def tiles_for(
 
 
 def choose(request: OpRequest, chip: base.Target) -> Row:
-    """Returns what runs `request` on `chip`, whether or not this machine is one.
-
-    Raises UnsupportedOp where nothing does.
-    """
+    """Returns what runs `request` on `chip`, whether or not this machine is one."""
     kind, chosen, not_here, refused = chip.kind, None, None, []
     for implementation in load(request.op).implementations:
         why = replace(implementation, available=None).refuse(request, kind, chip.name)
@@ -209,10 +191,13 @@ def choose(request: OpRequest, chip: base.Target) -> Row:
             why = f"fits too, {chosen} is preferred"
         if chosen != implementation.name:
             refused.append((implementation.name, why or ""))
-    if chosen is None:
-        reasons = "; ".join(f"{name} {why}" for name, why in refused)
-        raise UnsupportedOp(f"{request.op} {request.dtype}: nothing runs it on {kind}: {reasons}")
     return Row(request, chosen, not_here, tuple(refused))
+
+
+def unsupported(row: Row, chip: base.Target) -> UnsupportedOp:
+    """Returns the error of a row that nothing of ours runs, with all reasons."""
+    request, reasons = row.request, "; ".join(f"{name} {why}" for name, why in row.refused)
+    return UnsupportedOp(f"{request.op} {request.dtype}: nothing runs it on {chip.kind}: {reasons}")
 
 
 def _compile(

@@ -74,7 +74,9 @@ KERNELS: dict[str, tuple[str, dict[str, object], int]] = {  # arguments, constan
         {"SPAN": 8192}, 8,
     ),
 }  # fmt: skip
-HELPERS = {"nearest", "stored_scale", "feed_micro", "halves", "columns_of", "nearest_e4m3"}
+HELPERS = {
+    "nearest", "stored_scale", "feed_micro", "halves", "columns_of", "nearest_e4m3", "expanded",
+}  # fmt: skip
 
 
 def jitted() -> dict[str, object]:

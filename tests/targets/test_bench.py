@@ -1,6 +1,5 @@
 """Timing: everything that fits takes turns, is judged in the same run, and is never mixed up."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from fused_ops.testkit import Inputs
 from glm5q.errors import UserError
 from targets.bench import _call, _of_the_first, bench
 from targets.shapes import DEFAULTS
+from tests.fused_ops.conftest import one_thread  # noqa: F401 - for every test here
 
 SMALL = [
     OpRequest(
@@ -39,14 +39,6 @@ SMALL += [
         frozenset({"ragged"}),
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("request_", SMALL, ids=lambda r: f"{r.op}-{r.dtype}")

@@ -1,7 +1,7 @@
 """Ceilings: figures are what was done over how long it took, by products that are right."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,17 +9,10 @@ import torch
 
 from glm5q.pipeline.bench import BenchOptions, _Run
 from targets import base, ceilings
+from tests.fused_ops.conftest import one_thread  # noqa: F401 - for every test here
 
 SMALL = ceilings.Sizes(64, 1 << 20)
 Timed = Callable[..., tuple[Any, tuple[float, float]]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def seconds(*pairs: tuple[float, float]) -> Timed:

@@ -19,6 +19,7 @@ from fused_ops.op import OpRequest, UnsupportedOp, load
 from glm5q.errors import UserError
 from glm5q.pipeline.lower import Lowered, expert_dtype, lower, requests
 from recipes import schema
+from recipes.tiles import TILES
 from targets import base, lower_cpu, shapes
 from targets.lowering import Stage
 from tests.commands import refused
@@ -197,12 +198,12 @@ def of_cuda() -> Iterator[tuple[OpRequest, Any]]:
 def test_every_nvidia_chip_has_a_recipe_with_tiles() -> None:
     chips = {name for name in base.TARGETS if base.load(name).kind == "cuda"}
     assert {schema.load(name).target for name in NVIDIA} == chips
-    assert {name for name in schema.TILES if base.load(name).kind == "cuda"} == chips
-    kinds = {base.load(name).kind for name in schema.TILES}
+    assert {name for name in TILES if base.load(name).kind == "cuda"} == chips
+    kinds = {base.load(name).kind for name in TILES}
     assert kinds == {"cuda", "ascend"}
     (gluon,) = (i for i in load("sparse_attention").implementations if i.name == "gluon")
     assert gluon.targets == {
-        name for name, tables in schema.TILES.items() if "sparse_attention-gluon" in tables
+        name for name, tables in TILES.items() if "sparse_attention-gluon" in tables
     }
 
 
@@ -223,7 +224,7 @@ def test_the_shipped_tiles_are_what_is_launched_without_a_recipe(name: str) -> N
 
 
 @triton
-@pytest.mark.parametrize("table", schema.TILES["h200"])
+@pytest.mark.parametrize("table", TILES["h200"])
 def test_every_tile_reaches_a_launch(table: str) -> None:
     from targets import lower_cuda
 
