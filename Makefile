@@ -55,13 +55,15 @@ build/ascend/torch_npu: | $(VENV)/.tested
 
 # Public quantizers beside ours on the embedded checkpoint, each in an environment of its own under
 # build/peers (6 GB). What stands there is judged again, not made again. PEERS_ARGS="--windows 86
-# --sequence-length 2048 --eval-windows 48 --eval-length 2048" is the full size. A tool that cannot be
-# had is a row too.
+# --sequence-length 2048 --eval-windows 48 --eval-length 2048" is the full size; "--rare 0.25 --output
+# FILE" makes a quarter of each layer's experts rare, "--source DIR --output FILE" takes another
+# checkpoint with the embedded one's tokenizer, --only REGEX some rows. A tool that cannot be had is
+# a row too.
 PEERS = llmcompressor autoround gptqmodel msmodelslim
 
 peers: $(VENV)/.tested $(PEERS:%=build/peers/%/installed)
-	$(BIN)/python -m tests.peers.driver build/peers $(PEERS_ARGS) \
-		--output reports/baselines/peers-cpu.json
+	$(BIN)/python -m tests.peers.driver build/peers --output reports/baselines/peers-cpu.json \
+		$(PEERS_ARGS)
 	$(BIN)/python -m pytest tests/peers/unpackers.py
 
 build/peers/%/installed: tests/peers/%.txt constraints.txt

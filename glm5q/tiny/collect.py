@@ -203,6 +203,7 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, required=True)
     parser.add_argument("--site", type=Path, nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokenizer", type=Path, help="file to take instead of training one")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     files = gather(args.docs, args.site)
@@ -210,7 +211,10 @@ def main() -> None:
     for file in files:
         digest = int(hashlib.sha1(file["text"].encode()).hexdigest(), 16)
         sides["heldout" if digest % 40 == 0 else "train"].append(file)
-    tokenizer = train_bpe([f["text"] for f in sides["train"][::3]])
+    if args.tokenizer:
+        tokenizer = Tokenizer.from_file(str(args.tokenizer))
+    else:
+        tokenizer = train_bpe([f["text"] for f in sides["train"][::3]])
     tokenizer.save(str(args.out / "tokenizer.json"))
     data: dict[str, object] = {}
     for side, chosen in sides.items():

@@ -47,8 +47,8 @@ def head_loss(weight: Tensor, hidden: Tensor, target: Tensor, scale: Tensor) -> 
 class Trainer:
     """Model, optimizers and the step."""
 
-    def __init__(self, shape: Shape, device: torch.device, compiled: bool) -> None:
-        torch.manual_seed(0)
+    def __init__(self, shape: Shape, device: torch.device, compiled: bool, seed: int) -> None:
+        torch.manual_seed(seed)
         self.device = device
         self.model = TinyGlm(shape).to(device)
         self.optim = Optimizers(self.model)
@@ -157,7 +157,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     shape = replace(Shape(), index_topk=args.topk, positions=args.long)
-    trainer = Trainer(shape, device, compiled=device.type == "cuda")
+    trainer = Trainer(shape, device, compiled=device.type == "cuda", seed=args.seed)
     if args.resume:
         load(trainer.model, args.resume)
     args.out.mkdir(parents=True, exist_ok=True)

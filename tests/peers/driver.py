@@ -9,71 +9,37 @@ output stands and was made from the same tokens at the same setting.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
-from safetensors.torch import save_file
-from torch import Tensor
 
-from calibrate.data import Windows, load_windows
-from calibrate.logits import Head, compare_predictions
-from calibrate.states import FLOAT32_CHUNK_TOKENS, advance, embed
+from calibrate.data import load_windows
 from glm5q.checkpoint import open_checkpoint
-from glm5q.formats.quantized import open_any
-from glm5q.layer import runnable
-from glm5q.pipeline import describe
 from glm5q.pipeline.ablate import VARIANTS
 from glm5q.pipeline.common import embedded_checkpoint
-from glm5q.stream import LayerSource, layers
 from recipes import schema
 from tests.peers import reader, table
+from tests.peers.judge import PLAIN, Judge
 from tests.peers.outcome import FILE as OUTCOME
 from tests.peers.peers import GROUPS, OURS, PEERS, Peer
+from tests.peers.record import finished
+from tests.peers.session import Model, Session, fresh, keep, stage
 
 HERE = Path(__file__).parent
-IDENTITY = "identity.json"  # what a kept output was made from
-PLAIN = "plain"
-JUDGED = "judged.json"  # removed with the output, so it is of this output
-CHECKPOINT = ("*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*",
-              "special_tokens_map.json", "chat_template.jinja")  # fmt: skip
+CALIBRATION, HELD_OUT = "calibration.jsonl", "heldout.jsonl"  # the embedded checkpoint's
 RECIPE = "a100"  # int4 with activations as they are, scales of either sign
 DEFAULT_LENGTH = 512
 
 
 class NotHadError(Exception):
     """A row that cannot be had; the text is what its tool said last."""
-
-
-@dataclass(frozen=True)
-class Session:
-    """One comparison: its folder, and calibration tokens as the peers read them."""
-
-    folder: Path
-    calibration: Windows
-    time_limit_s: int
-
-    @property
-    def source(self) -> Path:
-        return self.folder / "source"
-
-    @property
-    def runs(self) -> Path:
-        windows, length = self.calibration.tokens.shape
-        return self.folder / f"runs-{windows}x{length}"
-
-    @property
-    def tokens(self) -> Path:
-        return self.runs / "tokens.safetensors"
 
 
 @click.command()
@@ -83,6 +49,14 @@ class Session:
 @click.option("--eval-windows", default=24)
 @click.option("--eval-length", default=DEFAULT_LENGTH)
 @click.option("--time-limit", default=5400, help="Seconds that one row may take; 0 makes none.")
+@click.option(
+    "--source",
+    default=None,
+    type=click.Path(path_type=Path, exists=True),
+    help="Checkpoint in place of the embedded one, whose tokenizer it has.",
+)
+@click.option("--rare", "share", default=0.0, help="Share of each MoE layer's experts made rare.")
+@click.option("--device", default="cpu", help="Where AutoRound tunes; all else is on the CPU.")
 @click.option("--only", default=".", help="Rows whose names match this regular expression.")
 @click.option("--judged", is_flag=True, help="Take what was judged before on the same tokens.")
 @click.option("--output", type=click.Path(path_type=Path), default=None)
@@ -93,22 +67,27 @@ def main(
     eval_windows: int,
     eval_length: int,
     time_limit: int,
+    source: Path | None,
+    share: float,
+    device: str,
     only: str,
     judged: bool,
     output: Path | None,
 ) -> None:
     """Runs every row of tests/peers/peers.py, judges them, and writes the record."""
-    source = embedded_checkpoint()
-    vocabulary = open_checkpoint(source).config.vocab_size
-    calibration = load_windows(
-        source / "calibration.jsonl", source, vocabulary, sequence_length, windows, 0
+    text = embedded_checkpoint()
+    vocabulary = open_checkpoint(text).config.vocab_size
+    calibration, held_out = (
+        load_windows(text / file, text, vocabulary, length, count, 0)
+        for file, length, count in (
+            (CALIBRATION, sequence_length, windows),
+            (HELD_OUT, eval_length, eval_windows),
+        )
     )
-    held_out = load_windows(
-        source / "heldout.jsonl", source, vocabulary, eval_length, eval_windows, 0
-    )
-    session = Session(folder.resolve(), calibration, time_limit)
-    stage(session, source)
-    judge = Judge(held_out, source, judged)
+    model = Model(source.resolve() if source else text, share)
+    session = Session(folder.resolve(), model, calibration, time_limit, device)
+    stage(session)
+    judge = Judge(held_out, session.source, judged)
     rows: list[dict[str, Any]] = []
     failed: list[dict[str, str]] = []
     for name, make in rows_of(session).items():
@@ -149,17 +128,6 @@ def rows_of(session: Session) -> dict[str, Callable[[], dict[str, Any]]]:
     return made | {peer.name: peers(peer) for peer in PEERS}
 
 
-def stage(session: Session, source: Path) -> None:
-    """Puts the checkpoint's own files and the calibration tokens where the peers find them."""
-    session.source.mkdir(parents=True, exist_ok=True)
-    session.runs.mkdir(exist_ok=True)
-    for pattern in CHECKPOINT:
-        for file in source.glob(pattern):
-            if not (session.source / file.name).exists():  # a tool may have it mapped
-                shutil.copy(file, session.source)
-    save_file({"input_ids": session.calibration.tokens}, session.tokens)
-
-
 def run_peer(session: Session, peer: Peer) -> dict[str, Any]:
     """Quantizes by a peer unless its output stands; returns its half of the row."""
     output, asked = session.runs / slug(peer.name), peer.asked()
@@ -172,7 +140,8 @@ def run_peer(session: Session, peer: Peer) -> dict[str, Any]:
             problem = last_error(installed / "install.log")
             raise NotHadError(f"{peer.tool} could not be installed: {problem}")
         command = [str(python), str(script), str(session.source), str(session.tokens)]
-        launch(session, [*command, str(output), json.dumps(asked)], output)
+        where = {"device": session.device} if session.device != "cpu" else {}
+        launch(session, [*command, str(output), json.dumps(asked | where)], output)
         keep(session, output, settings)
     kept = reader.write_plain(output, session.source, output / PLAIN)
     found = json.loads((output / OUTCOME).read_text(encoding="utf-8"))
@@ -180,6 +149,7 @@ def run_peer(session: Session, peer: Peer) -> dict[str, Any]:
         "tool": peer.tool,
         "group": peer.group,
         "settings": peer.settings,
+        "device": "cpu",
         **found,
         "mtp": kept.mtp,
         "changed_tensors": len(kept.changed),
@@ -197,6 +167,9 @@ def run_ours(session: Session, name: str, variant: str, group: int | None) -> di
         file.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
         windows, length = session.calibration.tokens.shape
         command = [sys.executable, "-m", "glm5q", "calibrate", "--recipe", str(file)]
+        if session.model.label:
+            data, held_out = (str(embedded_checkpoint() / name) for name in (CALIBRATION, HELD_OUT))
+            command += [str(session.source), "--data", data, "--eval-data", held_out]
         command += ["--windows", str(windows), "--sequence-length", str(length)]
         launch(session, [*command, "--eval-windows", "2", "--output", str(output)], output)
         keep(session, output, settings)
@@ -207,6 +180,7 @@ def run_ours(session: Session, name: str, variant: str, group: int | None) -> di
         "group": group,
         "settings": {"variant": variant, **recipe["efforts"]["fast"], **of_scales(recipe)},
         "versions": report["machine"]["versions"],
+        "device": "cpu",
         "quantize_s": round(report["times_s"]["layers"], 1),
         "peak_rss_bytes": report["peak_memory_bytes"],
         "needed": [],
@@ -230,23 +204,6 @@ def of_scales(recipe: dict[str, Any]) -> dict[str, Any]:
     experts = recipe["weights"]["routed_expert"]
     signed = bool(experts["clip"].get("signed"))
     return {"signed_scales": signed, "ridge": experts.get("ridge", 0.0)}
-
-
-def identity(session: Session, settings: dict[str, Any]) -> dict[str, Any]:
-    return {"tokens": session.calibration.content_hash, **settings}
-
-
-def fresh(session: Session, output: Path, settings: dict[str, Any]) -> bool:
-    file = output / IDENTITY
-    if not file.exists():
-        return False
-    return bool(json.loads(file.read_text(encoding="utf-8")) == identity(session, settings))
-
-
-def keep(session: Session, output: Path, settings: dict[str, Any]) -> None:
-    """Says what a finished output was made from, so that it is not made again."""
-    text = json.dumps(identity(session, settings), indent=1)
-    (output / IDENTITY).write_text(text, encoding="utf-8")
 
 
 def launch(session: Session, command: list[str], output: Path) -> None:
@@ -283,102 +240,6 @@ def said(log: Path) -> list[str]:
 
 def errors(lines: list[str]) -> list[str]:
     return [line for line in lines if re.match(r"(ERROR\b|[\w.]*(Error|Exception)\b)", line)]
-
-
-class Judge:
-    """The evaluator's own streams and predictions, the source's stream run once for all rows."""
-
-    def __init__(self, held_out: Windows, source: Path, reuse: bool) -> None:
-        self.tokens, self._hash = held_out.tokens, held_out.content_hash
-        self.source = open_checkpoint(source)
-        self._reuse = reuse
-
-    @cached_property
-    def _stream(self) -> Tensor:
-        return final_states(self.source, self.tokens)
-
-    def row(self, output: Path) -> dict[str, Any]:
-        """Returns the judged half of a row, which is also kept beside the output."""
-        file = output / JUDGED
-        if self._reuse and file.exists():
-            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            if found.pop("evaluation") == self._hash:
-                return found
-        found = self._judged(output)
-        text = json.dumps(found | {"evaluation": self._hash})
-        file.write_text(text, encoding="utf-8")
-        return found
-
-    def _judged(self, output: Path) -> dict[str, Any]:
-        """Judges what lies in `output`, or in `output`/plain."""
-        plain = output / PLAIN
-        quantized = open_any(plain if plain.exists() else output)
-        streams = self._stream, final_states(quantized, self.tokens)
-        heads = Head(self.source, "cpu"), Head(quantized, "cpu")
-        found = compare_predictions(heads, streams, self.tokens)
-        windows = found.kl.double().mean(1).tolist()
-        average = table.mean(windows)
-        return {
-            "kl_mean": average.mean,
-            "kl_se": average.standard_error,
-            "top1_agreement": float((found.argmax[0] == found.argmax[1]).double().mean()),
-            "nll": float(found.nll[1].double().mean()),
-            "window_kl": windows,
-        }
-
-
-def final_states(source: LayerSource, tokens: Tensor) -> Tensor:
-    """Returns the states after the last layer [windows, length, hidden], as `evaluate` makes them.
-
-    Weights in float32, activations never rounded.
-    """
-    config = source.config
-    states = embed(source, tokens, chunk_tokens=FLOAT32_CHUNK_TOKENS)
-    for layer in layers(source.layer, range(config.num_hidden_layers)):
-        weights = runnable(layer, quantize_activations=False)
-        states = advance(config, layer.number, weights, states)
-    return states.hidden
-
-
-def finished(
-    session: Session, held_out: Windows, rows: list[dict[str, Any]], failed: list[dict[str, str]]
-) -> dict[str, Any]:
-    """Returns the record; rows of one group size are compared with ours of the same."""
-    for label, group in GROUPS.items():
-        same = {row["name"]: row["window_kl"] for row in rows if row["group"] == group}
-        ours = [f"{name} {label}" for name in OURS if f"{name} {label}" in same]
-        differences = table.against(same, ours)
-        for row in rows:
-            if row["name"] in differences:
-                row["against"] = differences[row["name"]]
-    machine = describe.machine("cpu")
-    return {
-        "what": "routed experts in symmetric int4, the rest as it was, weights only: "
-        "KL(source || quantized) in nats a token on held-out text",
-        "how": "measured",
-        "command": "make peers",
-        "created": describe.now(),
-        "machine": machine.model_dump(),
-        "threads": os.environ.get("OMP_NUM_THREADS", "not limited"),
-        "source": "the embedded checkpoint",
-        "calibration": described(session.calibration),
-        "evaluation": described(held_out),
-        "latent_norm_eps": "config.json's in calibrating ours and in judging; peers calibrate "
-        "through transformers, which has 1e-6",
-        "rows": sorted(rows, key=lambda row: (str(row["group"]), row["kl_mean"])),
-        "not_had": failed,
-    }
-
-
-def described(windows: Windows) -> dict[str, Any]:
-    count, length = windows.tokens.shape
-    return {
-        "file": windows.name,
-        "windows": count,
-        "sequence_length": length,
-        "tokens": count * length,
-        "content_hash": windows.content_hash,
-    }
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
+import torch
+
 FILE = "outcome.json"
 
 
@@ -20,7 +22,12 @@ class Outcome:
     def __init__(self) -> None:
         self.needed: list[str] = []
         self.quantize_s = 0.0
+        self.device = "cpu"
         self._start = 0.0
+
+    def on(self, device: str) -> None:
+        """Says which device quantizes, by its chip's name."""
+        self.device = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
     def started(self) -> None:
         self._start = time.perf_counter()
@@ -40,6 +47,7 @@ def recorded(output: Path, packages: Sequence[str]) -> Iterator[Outcome]:
     found = {
         "versions": {name: metadata.version(name) for name in (*packages, "torch", "transformers")},
         "python": platform.python_version(),
+        "device": outcome.device,
         "quantize_s": round(outcome.quantize_s, 1),
         "wall_s": round(time.perf_counter() - began, 1),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -15,7 +15,7 @@ from calibrate.evaluate import evaluate
 from glm5q.checkpoint import open_checkpoint
 from glm5q.formats.quantized import open_any
 from tests.commands import run
-from tests.peers import driver, reader, table
+from tests.peers import driver, judge, reader, table
 from tests.peers.peers import GROUPS, OURS, PEERS
 from tests.small import GLM5, write_checkpoint
 
@@ -97,7 +97,7 @@ def test_the_judge_says_what_evaluate_says(tmp_path: Path) -> None:
     write_checkpoint(source, GLM5, seed=0)
     write_checkpoint(other, GLM5, seed=1)
     tokens = torch.randint(0, 256, (3, 48), generator=torch.Generator().manual_seed(2))
-    found = driver.Judge(Windows("made up", tokens, 1, 0), source, reuse=False).row(other)
+    found = judge.Judge(Windows("made up", tokens, 1, 0), source, reuse=False).row(other)
     wanted = evaluate(open_checkpoint(source), open_any(other), tokens, quantize_activations=False)
     assert found["window_kl"] == wanted.token_kl.double().mean(1).tolist()
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.peers import driver, reader
+from tests.peers import driver, reader, session
 from tests.peers.peers import PEERS
 
 BUILD = Path(__file__).parents[2] / "build" / "peers"
@@ -29,7 +29,7 @@ def outputs(tool: str) -> list[Path]:
     return [
         file.parent
         for name in names
-        for file in sorted(BUILD.glob(f"runs-*/{name}/{driver.IDENTITY}"))
+        for file in sorted(BUILD.glob(f"runs-*/{name}/{session.IDENTITY}"))
     ]
 
 

@@ -31,6 +31,7 @@ def quantize(
     model: Any = source
     if settings["iterations"]:
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    outcome.on(settings.get("device", "cpu"))
     outcome.started()
     rounder = AutoRound(
         model,
@@ -44,7 +45,7 @@ def quantize(
         seqlen=rows.shape[1],
         batch_size=settings["batch"],
         ignore_layers=KEPT,
-        device_map="cpu",
+        device_map=settings.get("device", "cpu"),
         enable_torch_compile=False,
     )
     rounder.quantize_and_save(output, format="auto_round:auto_gptq")
