@@ -245,11 +245,12 @@ def _refit_rows(problem: Problem, codes: Tensor, difference: Tensor) -> None:
 def _difference(problem: Problem, codes: Tensor) -> Tensor:
     """Rounded less the weight [stack, in, out], in the products' dtype."""
     difference = torch.empty_like(problem.weight, dtype=_operand(problem.weight))
-    for start in range(0, codes.shape[1], BLOCK):
-        problem.launch(
-            _kernels().subtract_weight, 4 * ROWS, codes, problem.scales, problem.weight, difference,
-            start,
-        )  # fmt: skip
+    stack, columns, rows = problem.weight.shape
+    height = 4 * ROWS
+    _kernels().subtract_weight[(-(-rows // height), columns // BLOCK, stack)](
+        codes, problem.scales, problem.weight, difference, rows, columns, problem.scales.shape[1],
+        BLOCK=BLOCK, ROWS=height,
+    )  # fmt: skip
     return difference
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from calibrate import batched
 from calibrate.descent import descend
 from calibrate.gptq import blend, gptq, layer_mean, pooled_share, with_ridge
-from calibrate.observe import Moments
+from calibrate.observe import Folded, Moments
 from calibrate.ranks import ALONE, Ranks
 from calibrate.rtn import rtn, search_scale
 from glm5q import quant
@@ -26,6 +26,7 @@ from glm5q.types import (
 from recipes.schema import Clip, Gptq, Rtn
 
 STACK_ELEMENTS = 1 << 28  # weights of a stack worked on at once: 1 GB as float32
+FOLD_BAR = 0.9  # of the squared error without: a fold that wins less on few tokens, wins nothing
 DEVICE_STACK_ELEMENTS = 3 << 27  # on a GPU: 16 experts' gate and up fill an H200 once
 
 
@@ -34,25 +35,39 @@ class Candidates:
     """What was tried for one matrix: codes int8 [stack, out, in] by method, on one scale each.
 
     `scales` float32 [stack, out, groups] by method. Later methods must beat the first to be taken.
-    `input_scale` is the static activation scale, for a scheme that has one.
+    `input_scale` is the static activation scale, for a scheme that has one. `folds` int8
+    [stack, in] by method say where the codes are not of the weight but of its columns x 2^fold.
     """
 
     scheme: CodedScheme
     codes: dict[str, Tensor]
     scales: dict[str, Tensor]
     input_scale: float | None = None
+    folds: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def unfolded(self) -> list[str]:
+        """Returns the methods whose codes are of the weight as it is."""
+        return [method for method in self.codes if method not in self.folds]
+
+    def bar(self, method: str) -> float:
+        """Returns how much of the others' squared error a method's has to stay under."""
+        return FOLD_BAR if method in self.folds else 1.0
 
     def weight(self, method: str) -> Tensor:
         return quant.dequantize(self.codes[method], self.scales[method])
 
-    def to_measure(self, dtype: torch.dtype) -> dict[str, Tensor | Codes]:
+    def to_measure(self, dtype: torch.dtype) -> dict[str, Tensor | Codes | Folded]:
         """Returns the candidates by method, dequantized unless that is for a part at a time."""
-        found: dict[str, Tensor | Codes] = {}
+        found: dict[str, Tensor | Codes | Folded] = {}
         for method, codes in self.codes.items():
+            rounded: Tensor | Codes
             if codes.is_cuda and len(codes) > 1:
-                found[method] = self.taken(codes, self.scales[method])
+                rounded = self.taken(codes, self.scales[method])
             else:
-                found[method] = self.weight(method).to(dtype)
+                rounded = self.weight(method).to(dtype)
+            fold = self.folds.get(method)
+            found[method] = rounded if fold is None else Folded(rounded, fold)
         return found
 
     def taken(self, codes: Tensor, scale: Tensor) -> Codes:
@@ -68,7 +83,8 @@ class Candidates:
 class LayerPlan:
     """Candidates of every matrix that gets codes, kept matrices, and what did not go as asked.
 
-    `own` is what did not on this rank alone.
+    `own` is what did not on this rank alone. `heads` are attention's, and how many rows of a head
+    in kv_b_proj are its key's, before its value's.
     """
 
     descent: int  # rounds after GPTQ
@@ -76,6 +92,7 @@ class LayerPlan:
     kept: dict[str, Tensor] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
     own: list[Fallback] = field(default_factory=list)
+    heads: tuple[int, int] = (1, 0)
 
 
 def find_candidates(
@@ -89,9 +106,8 @@ def find_candidates(
 ) -> Candidates:
     """Works through this rank's part of a stack a few matrices at a time, in bounded memory."""
     scheme = wanted.scheme()
-    second_order = isinstance(wanted, Gptq)
-    methods = ["rtn", *(["gptq"] if second_order else [])]
-    methods += ["descent"] if second_order and plan.descent else []
+    second = ["descent" if plan.descent else "gptq"] if isinstance(wanted, Gptq) else []
+    methods = ["rtn", *second]
     groups = stack.shape[-1] // quant.group_columns(stack.shape[-1], scheme.group_size)
     codes = {m: torch.empty(stack.shape, dtype=torch.int8, device=stack.device) for m in methods}
     scales = {m: stack.new_empty((*stack.shape[:2], groups), dtype=torch.float32) for m in methods}
@@ -202,11 +218,11 @@ def _try(
     if gram is None or not isinstance(wanted, Gptq):
         return tried, torch.zeros(len(weight))
     result = gptq(weight, scale, gram, scheme, wanted.damping, wanted.act_order)
-    tried["gptq"] = (result.codes, scale)
-    if descent:
-        descended = descend(weight, result.codes, scale, gram, scheme, descent)
-        tried["descent"] = _where_factored(result.damping, descended, tried["gptq"])
-    return tried, result.damping
+    found = result.codes, scale
+    if not descent:
+        return tried | {"gptq": found}, result.damping
+    descended = descend(weight, result.codes, scale, gram, scheme, descent)
+    return tried | {"descent": _where_factored(result.damping, descended, found)}, result.damping
 
 
 def _try_batched(
@@ -226,12 +242,12 @@ def _try_batched(
         return tried, torch.zeros(len(weight), device=weight.device)
     problem = batched.Problem(batched.turned(weight), scales, factored.gram, scheme)
     result = batched.gptq(problem, wanted.damping, factored)
-    tried["gptq"] = (batched.turned(result.codes), scale)
-    if descent:
-        codes, refitted = batched.descend(problem, result.codes, descent)
-        descended = batched.turned(codes), refitted.transpose(1, 2)
-        tried["descent"] = _where_factored(result.damping, descended, tried["gptq"])
-    return tried, result.damping
+    found = batched.turned(result.codes), scale
+    if not descent:
+        return tried | {"gptq": found}, result.damping
+    codes, refitted = batched.descend(problem, result.codes, descent)
+    descended = batched.turned(codes), refitted.transpose(1, 2)
+    return tried | {"descent": _where_factored(result.damping, descended, found)}, result.damping
 
 
 def _searched(weight: Tensor, square: Tensor, scheme: IntScheme, clip: Clip) -> Tensor:

@@ -8,20 +8,35 @@ product (GuidedQuant, arXiv 2505.07004, with one weight a token instead of one a
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from calibrate.block import LayerOutput, Observer, decoder_layer, rms_norm
-from calibrate.states import FLOAT32_CHUNK_TOKENS, Progress, States, advance, embed, silent
+from calibrate.shares import IN_MEMORY, Store
+from calibrate.states import (
+    DEVICE_STATE_BYTES,
+    Progress,
+    States,
+    advance,
+    embed,
+    room,
+    silent,
+)
 from glm5q import names
 from glm5q.config import ModelConfig
 from glm5q.layer import Weights, runnable
 from glm5q.stream import LayerSource, layers
 
 SEED = 0  # of the tokens drawn from the model
+GUIDED_TOKENS = 16384  # run forward at once, as many as evaluation runs in float32
+GRADIENT_TOKENS = 16384  # of which a GPU takes gradients at once: 20 GB of a graph at full size
 
 
 @dataclass(frozen=True)
@@ -40,49 +55,69 @@ class Guidance:
         `tokens` int64 [rows] numbers them through the stream. A pair of token and expert that the
         source did not choose weighs 1, the mean.
         """
-        counts = offsets.diff()
-        mine = torch.repeat_interleave(torch.arange(len(counts)), counts.cpu())
-        match = self.experts[tokens.cpu()] == mine.unsqueeze(1)
-        weight = (self.weights[path][tokens.cpu()] * match).sum(1)
-        weight = torch.where(match.any(1), weight, torch.ones_like(weight))
-        return weight.to(tokens.device)
+        if not len(tokens):
+            return torch.ones(0, device=tokens.device)
+        device, (first, last) = tokens.device, (int(end) for end in torch.aminmax(tokens))
+        part, local = slice(first, last + 1), tokens - first
+        numbers = torch.arange(len(offsets) - 1, device=device)
+        mine = numbers.repeat_interleave(offsets.diff().to(device), output_size=len(tokens))
+        match = self.experts[part].to(device)[local] == mine.unsqueeze(1)
+        weight = (self.weights[path][part].to(device)[local] * match).sum(1)
+        return torch.where(match.any(1), weight, torch.ones_like(weight))
 
 
 def guide(
-    source: LayerSource, tokens: Tensor, progress: Progress = silent, device: str = "cpu"
+    source: LayerSource,
+    tokens: Tensor,
+    progress: Progress = silent,
+    device: str = "cpu",
+    store: Store = IN_MEMORY,
 ) -> list[Guidance | None]:
     """Returns the guidance of every decoder layer, None where there are no routed experts.
 
-    `tokens` int64 [windows, sequence_length]. Keeps one hidden state a layer; weights of two layers
-    at a time are in memory.
+    `tokens` int64 [windows, sequence_length]. Keeps one hidden state a layer, on the host or in
+    `store`; weights of two layers at a time are in memory. A GPU multiplies in bfloat16.
     """
     config = source.config
     total = 2 * config.num_hidden_layers
-    states, inputs = embed(source, tokens, device, FLOAT32_CHUNK_TOKENS), []
-    states = replace(states, spare=None)  # every layer's input is kept
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    states, inputs = embed(source, tokens, device, GUIDED_TOKENS), []
     for layer in layers(source.layer, range(config.num_hidden_layers)):
         progress(f"guidance, layer {layer.number}", layer.number, total)
-        inputs.append(states)
-        states = advance(config, layer.number, runnable(layer, device=device), states)
-    gradient = _loss_gradient(source, states.hidden, device)
+        inputs.append(_kept(states, config.num_hidden_layers, store))
+        states = replace(inputs[-1], spare=None)
+        states = advance(config, layer.number, runnable(layer, dtype, device), states)
+    gradient = _loss_gradient(source, states.hidden, device, store)
     guidance: list[Guidance | None] = []
     for layer in layers(source.layer, range(config.num_hidden_layers - 1, -1, -1)):
         progress(f"guidance, layer {layer.number}", total - 1 - layer.number, total)
-        weights = runnable(layer, device=device)
-        gradient, found = _backward(config, weights, inputs[layer.number], gradient)
+        weights = runnable(layer, dtype, device)
+        gradient, found = backward(config, weights, inputs[layer.number], gradient)
         inputs.pop()
         guidance.append(found)
     return guidance[::-1]
 
 
-def _loss_gradient(source: LayerSource, hidden: Tensor, device: str) -> Tensor:
+def _kept(states: States, layers: int, store: Store) -> States:
+    """Returns the states where as many as there are layers have room: a GPU's only if small."""
+    size = layers * states.hidden.nbytes
+    limit = None if store.memory_bytes is None else 2 * store.memory_bytes // layers
+    each = replace(store, memory_bytes=limit)
+    small = states.hidden.is_cuda and size <= DEVICE_STATE_BYTES
+    if small or (states.hidden.device.type == "cpu" and each.takes(states.hidden.nbytes)):
+        return states
+    hidden = room(states.hidden.shape, "cpu", each).copy_(states.hidden)
+    return replace(states, hidden=hidden, spare=None)
+
+
+def _loss_gradient(source: LayerSource, hidden: Tensor, device: str, store: Store) -> Tensor:
     """Returns the gradient of -log p(drawn token) before the final norm, shaped as `hidden`."""
     config = source.config
     tied = config.tie_word_embeddings
     head = source.top_tensor(names.EMBEDDING if tied else names.LM_HEAD).float().to(device)
     norm = source.top_tensor(names.FINAL_NORM).to(device)
     generator = torch.Generator(device=device).manual_seed(SEED)
-    gradient = torch.empty_like(hidden)
+    gradient = room(hidden.shape, device, store)
     for window in range(hidden.shape[0]):
         x = hidden[window].detach().to(device).requires_grad_()
         with torch.enable_grad():
@@ -103,34 +138,63 @@ class _Outputs(Observer):
         self.products[path] = (y, tokens)
 
 
-def _backward(
+def backward(
     config: ModelConfig, weights: Weights, states: States, gradient: Tensor
 ) -> tuple[Tensor, Guidance | None]:
-    """Returns (gradient at the layer's input, its guidance), a window at a time."""
+    """Returns (gradient at the layer's input, its guidance), a few windows at a time.
+
+    `gradient` [windows, sequence_length, hidden] is at its output, and written over.
+    """
     windows, length, _ = states.hidden.shape
-    before = torch.empty_like(gradient)
     chosen: list[Tensor] = []
     squares: dict[str, list[Tensor]] = {}
     device = next(iter(weights.vectors.values())).device
-    offsets = torch.tensor([0, length], device=device)
-    for window in range(windows):
-        x = states.hidden[window].detach().to(device).requires_grad_()
+    for part in _parts(windows, length, device):
+        count = part.stop - part.start
+        x = states.hidden[part].detach().flatten(0, 1).to(device).requires_grad_()
+        offsets = torch.arange(count + 1, device=device) * length
         seen = _Outputs()
-        with torch.enable_grad():
-            indices = _window_indices(states, window, length)
+        with torch.enable_grad(), _repeatable():
+            indices = _indices_of(states, part, length)
             indices = None if indices is None else indices.to(device)
-            output = decoder_layer(config, weights, x, offsets, indices, seen)
+            output = decoder_layer(config, weights, x, offsets, indices, seen, length)
         wanted = [x, *(y for y, _ in seen.products.values())]
-        found = torch.autograd.grad(output.hidden, wanted, gradient[window].to(device))
-        before[window] = found[0]
+        after = gradient[part].to(device).flatten(0, 1)
+        with _repeatable():
+            found = torch.autograd.grad(output.hidden, wanted, after)
+        gradient[part] = found[0].view(count, length, -1)
         if output.experts is not None:
             chosen.append(output.experts.to(torch.int16).cpu())
             _collect(output, seen, found[1:], squares)
     if not chosen:
-        return before, None
+        return gradient, None
     joined = {path: torch.cat(parts) for path, parts in squares.items()}
     normalised = {path: weight / weight.mean() for path, weight in joined.items()}
-    return before, Guidance(torch.cat(chosen), normalised)
+    return gradient, Guidance(torch.cat(chosen), normalised)
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """Has a GPU's attention take its gradients in a fixed order."""
+    before = torch.are_deterministic_algorithms_enabled()
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        settings.fill_uninitialized_memory = filled
+
+
+def _parts(windows: int, length: int, device: torch.device) -> Iterator[slice]:
+    """Yields the windows whose gradients are taken at once: one, but on a GPU GRADIENT_TOKENS."""
+    step = max(1, GRADIENT_TOKENS // length) if device.type == "cuda" else 1
+    for start in range(0, windows, step):
+        yield slice(start, min(start + step, windows))
 
 
 def _collect(
@@ -148,8 +212,8 @@ def _collect(
         squares.setdefault(path, []).append(flat.view(output.experts.shape).cpu())
 
 
-def _window_indices(states: States, window: int, length: int) -> Tensor | None:
-    """One window's part of the shared indices."""
+def _indices_of(states: States, windows: slice, length: int) -> Tensor | None:
+    """A few windows' part of the shared indices."""
     if states.indices is None:
         return None
-    return torch.cat(states.indices)[window * length : (window + 1) * length]
+    return torch.cat(states.indices)[windows.start * length : windows.stop * length]

@@ -54,11 +54,10 @@ def round_codes(
 
 @triton.jit
 def subtract_weight(
-    codes, scales, weight, out, rows, columns, groups, start, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    codes, scales, weight, out, rows, columns, groups, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out = codes x scales - weight, all transposed, of BLOCK columns from `start`."""
-    expert = tl.program_id(1).to(tl.int64)
+    """out = codes x scales - weight, all transposed, BLOCK columns a program."""
+    start, expert = tl.program_id(1) * BLOCK, tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     for inner in range(BLOCK):

@@ -13,10 +13,12 @@ from torch import Tensor
 from calibrate.candidates import Candidates, LayerPlan, find_candidates
 from calibrate.observe import HeldOutErrors, Statistics
 from calibrate.rows import code_errors
+from calibrate.smoothing import add_smoothed, allowed, smoothed
+from calibrate.up_down import made_up_for, with_folds
 from glm5q import names, quant
 from glm5q.config import ModelConfig
 from glm5q.errors import RecipeError
-from glm5q.layer import Codes, Layer, Weights
+from glm5q.layer import Codes, Fold, Layer, Weights
 from glm5q.types import (
     ExpertResult,
     Fallback,
@@ -38,7 +40,8 @@ def plan_layer(
     layer: Layer, weights: Weights, statistics: Statistics, recipe: Recipe, config: ModelConfig
 ) -> LayerPlan:
     """Returns candidates for every matrix of a layer, from its source weights and statistics."""
-    plan = LayerPlan(recipe.steps.descent)
+    heads = config.num_attention_heads, config.qk_nope_head_dim
+    plan = LayerPlan(recipe.steps.descent, heads=heads)
     for module in names.layer_modules(config, layer.number):
         wanted = recipe.plan(module.role, layer.number, config)
         if isinstance(wanted, Keep):
@@ -58,8 +61,16 @@ def plan_layer(
                     layer.number, module.path, stack, statistics.of(module.path), wanted, plan,
                     statistics.ranks,
                 )  # fmt: skip
+                if module.path == names.DOWN and isinstance(wanted, Gptq) and recipe.steps.up_down:
+                    plan.candidates[module.path] = with_folds(
+                        plan.candidates[module.path], layer.number, stack,
+                        statistics.of(module.path), wanted, plan, recipe.steps.up_down,
+                        statistics.ranks,
+                    )  # fmt: skip
             if wanted.activation == "fp8_static":
                 _fix_input_scale(layer.number, module.path, statistics, plan)
+    with _one_thread():
+        add_smoothed(plan, layer, weights, statistics, recipe, config)
     return plan
 
 
@@ -124,14 +135,15 @@ def choose(
     """
     matrices: dict[str, Tensor | Codes] = dict(plan.kept)
     methods: dict[str, list[str]] = {}
+    may_take = allowed(plan.candidates, errors)
     for path, candidates in plan.candidates.items():
-        order = list(candidates.codes)
+        order = may_take.get(path) or list(candidates.codes)
         if (path, order[0]) not in errors.squared:  # kv_b's product is never taken on its own
             methods[path] = order[:1]
             codes, scale = candidates.codes[order[0]][0], candidates.scales[order[0]][0]
             matrices[path] = candidates.taken(codes, scale)
             continue
-        table = torch.stack([errors.squared[path, method] for method in order])
+        table = torch.stack([errors.squared[path, m] / candidates.bar(m) for m in order])
         best = table.argmin(0)
         best = torch.where(errors.reference[path] > 0, best, table.sum(1).argmin())
         methods[path] = [order[index] for index in best.tolist()]
@@ -143,7 +155,8 @@ def choose(
         if path not in (names.GATE_UP, names.DOWN):
             codes, scale = codes[0], scale[0]
         matrices[path] = candidates.taken(codes, scale)
-    return layer.with_matrices(matrices), methods
+    layer = smoothed(layer.with_matrices(matrices), plan, methods)
+    return made_up_for(layer, plan.candidates, methods), methods
 
 
 def results(
@@ -203,38 +216,39 @@ def with_weight_errors(
     found = []
     for result in results:
         left, right = source.matrices[result.module], quantized.matrices[result.module]
-        error = _weight_error(left, right)
+        error = _weight_error(left, right, quantized.folds.get(result.module, Fold()))
         output_error = error if math.isnan(result.error) else result.error
         found.append(replace(result, error=output_error, weight_error=error))
     return tuple(found)
 
 
-def _weight_error(source: Tensor | Codes, quantized: Tensor | Codes) -> float:
-    """|q - s| / |s|, a matrix of a stack at a time."""
+def _weight_error(source: Tensor | Codes, quantized: Tensor | Codes, fold: Fold) -> float:
+    """|q - s| / |s|, a matrix of a stack at a time, s folded as q was."""
     if not isinstance(source, Tensor):
         raise TypeError("a source layer holds codes")
     difference = reference = 0.0
     if isinstance(quantized, Codes) and quantized.codes.is_cuda:
-        return _weight_error_on_device(source, quantized)
+        return _weight_error_on_device(source, quantized, fold)
     for index in range(source.shape[0]) if source.dim() == 3 else [slice(None)]:
         if isinstance(quantized, Codes):
             rounded = quant.dequantize(quantized.codes[index], quantized.scale[index])
         else:
             rounded = quantized[index].float()
-        exact = source[index].to(rounded.device).float()
+        exact = fold.of(source[index].to(rounded.device), index).float()
         difference += float((rounded - exact).double().square().sum())
         reference += float(exact.double().square().sum())
     return math.sqrt(difference / max(reference, 1e-30))
 
 
-def _weight_error_on_device(source: Tensor, quantized: Codes) -> float:
+def _weight_error_on_device(source: Tensor, quantized: Codes, fold: Fold) -> float:
     """|q - s| / |s| with one wait for the device."""
-    codes, scale = quantized.codes, quantized.scale
-    if source.dim() == 2:
+    codes, scale, stacked = quantized.codes, quantized.scale, source.dim() == 3
+    if not stacked:
         source, codes, scale = source[None], codes[None], scale[None]
     squares = []
-    for exact, code, step in zip(source, codes, scale, strict=True):
+    for index, (exact, code, step) in enumerate(zip(source, codes, scale, strict=True)):
         moved = exact.to(code.device, non_blocking=True)
+        moved = fold.of(moved, index if stacked else slice(None))
         squares.append(torch.stack(code_errors(code, step, moved)))
     difference, reference = torch.stack(squares).sum(0).tolist()
     return math.sqrt(difference / max(reference, 1e-30))

@@ -117,7 +117,7 @@ def rounded(
             for module in names.layer_modules(config, number):
                 tried = found.candidates.get(module.path)
                 if module.role is role and tried is not None:
-                    method = list(tried.codes)[-1]
+                    method = tried.unfolded[-1]
                     codes, scale = tried.codes[method], tried.scales[method]
                     part = slice(None) if module.stacked else 0
                     matrices[module.path] = tried.taken(codes[part], scale[part])

@@ -23,7 +23,7 @@ from calibrate.rows import (
 )
 from fused_ops.expert_gemm.reference import expert_gemm
 from glm5q import names
-from glm5q.layer import Codes
+from glm5q.layer import Codes, powers_of_two
 from glm5q.types import ActivationGrid
 
 Key = TypeVar("Key")
@@ -51,6 +51,24 @@ class RowWeights(Protocol):
     """Weights of a routed expert's rows, mean 1; see calibrate.guidance."""
 
     def rows(self, path: str, tokens: Tensor, offsets: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A candidate of which columns were multiplied by 2^fold, int8 [stack, in].
+
+    Its input is divided by that first: exact but for the grid that activations are rounded on.
+    """
+
+    rounded: Tensor | Codes
+    fold: Tensor
+
+    def divided(self, x: Tensor, offsets: Tensor, first: int = 0) -> Tensor:
+        """Returns x [rows, in] over 2^fold, rows sorted by entry of the stack from `first` on."""
+        counts = offsets.diff().to(x.device)
+        fold = self.fold[first : first + len(counts)].to(x.device)
+        power = powers_of_two(-fold).to(x.dtype)
+        return x * power.repeat_interleave(counts, 0)
 
 
 @dataclass(frozen=True)
@@ -221,7 +239,7 @@ class HeldOutErrors(Observer):
     the ranges of stacks whose outputs the statistics did without, which are seen here.
     """
 
-    candidates: Mapping[str, Mapping[str, Tensor | Codes]]
+    candidates: Mapping[str, Mapping[str, Tensor | Codes | Folded]]
     activation: Mapping[str, ActivationGrid | None]
     guidance: RowWeights | None = None
     unseen: Mapping[str, Ranges] = field(default_factory=dict)
@@ -236,6 +254,7 @@ class HeldOutErrors(Observer):
             ranges.share_outputs(ranks)
         for path, candidates in self.candidates.items():
             first = next(iter(candidates.values()))
+            first = first.rounded if isinstance(first, Folded) else first
             stack = len(first.codes) if isinstance(first, Codes) else first.shape[0]
             none = torch.zeros(stack, dtype=torch.float64, device=device)
             seen = (none[:1] + (path in self.reference)).to(device)
@@ -268,11 +287,16 @@ class HeldOutErrors(Observer):
         if any(isinstance(candidate, Codes) for candidate in self.candidates[path].values()):
             self._measure_parts(path, x, offsets, y, weight)
             return
-        rounded = round_activation(x, self.activation[path])
+        grid = self.activation[path]
+        rounded = round_activation(x, grid)
         for method, candidate in self.candidates[path].items():
-            assert isinstance(candidate, Tensor)
-            stack = candidate if candidate.dim() == 3 else candidate.unsqueeze(0)
-            squares = row_squares(expert_gemm(rounded, stack, offsets), y)
+            given, matrix = rounded, candidate
+            if isinstance(candidate, Folded):
+                given = round_activation(candidate.divided(x, offsets), grid)
+                matrix = candidate.rounded
+            assert isinstance(matrix, Tensor)
+            stack = matrix if matrix.dim() == 3 else matrix.unsqueeze(0)
+            squares = row_squares(expert_gemm(given, stack, offsets), y)
             _add(self.squared, (path, method), _segments(squares, offsets, weight))
 
     def _measure_parts(
@@ -285,12 +309,17 @@ class HeldOutErrors(Observer):
             stop = min(start + PART, len(bounds) - 1)
             rows = slice(bounds[start], bounds[stop])
             local = offsets[start : stop + 1] - bounds[start]
-            rounded = round_activation(x[rows], self.activation[path])
+            grid = self.activation[path]
+            rounded = round_activation(x[rows], grid)
             weights = None if weight is None else weight[rows]
             for method, candidate in self.candidates[path].items():
-                assert isinstance(candidate, Codes)
-                part = dequantize(candidate.codes[start:stop], candidate.scale[start:stop], x.dtype)
-                squares = row_squares(expert_gemm(rounded, part, local), y[rows])
+                given, codes = rounded, candidate
+                if isinstance(candidate, Folded):
+                    given = round_activation(candidate.divided(x[rows], local, start), grid)
+                    codes = candidate.rounded
+                assert isinstance(codes, Codes)
+                part = dequantize(codes.codes[start:stop], codes.scale[start:stop], x.dtype)
+                squares = row_squares(expert_gemm(given, part, local), y[rows])
                 found[method].append(_segments(squares, local, weights))
         for method, parts in found.items():
             _add(self.squared, (path, method), torch.cat(parts))

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from calibrate.block import LayerOutput
 from calibrate.candidates import LayerPlan
+from calibrate.correction import compare, corrected, source_outputs
+from calibrate.inner import with_inner
 from calibrate.job import Job, Place
 from calibrate.methods import choose, gram_paths, plan_layer, results, with_weight_errors
 from calibrate.observe import HeldOutErrors, Statistics
@@ -28,6 +30,7 @@ from calibrate.states import (
     Progress,
     States,
     advance,
+    all_finite,
     check_finite,
     chunks,
     embed,
@@ -102,6 +105,10 @@ def calibrate(
                     weights = runnable(layer, place.dtype, place.device)
                     own = shared(job.states).of(tokens if job.text is None else job.text)
                     job.states = mtp_states(source.config, weights, source, own, job.states)
+                    if job.source_states is not None:
+                        job.source_states = mtp_states(
+                            source.config, weights, source, own, job.source_states
+                        )
                 one_layer(source, layer, job, started, place)
     finally:
         for job in jobs:
@@ -124,6 +131,7 @@ def one_layer(source: Source, layer: Layer, job: Job, started: float, place: Pla
     config, number, ranks = source.config, layer.number, place.ranks
     shard = job.writer.done(number + 1) if ranks.first else None
     earlier = _earlier_result(shard)
+    streams = with_room(job, number, lambda: compare(config, layer, job, place))
     if ranks.firsts(earlier is not None, place.device):
         job.settle()
         job.resumed += 1
@@ -132,7 +140,17 @@ def one_layer(source: Source, layer: Layer, job: Job, started: float, place: Pla
         written = read_back(job.writer.read(number + 1), job.recipe, number, config)
         with_room(job, number, lambda: _move_on(config, written, job, None, place))
         return
-    quantized, result, outputs = quantize(source, layer, job, place)
+    target, taken = corrected(layer, streams, job, place)
+    quantized, result, outputs = quantize(source, target, job, place)
+    if job.recipe.steps.inner:
+        quantized, result = with_inner(
+            config, target, quantized, result, job, place,
+            lambda make: with_room(job, number, make),
+        )  # fmt: skip
+    if target is not layer:  # the record is of the source itself
+        outputs = with_room(job, number, lambda: source_outputs(config, layer, job, place))
+    if target is not layer or job.recipe.steps.inner:
+        result = replace(result, matrices=with_weight_errors(result.matrices, layer, quantized))
     with job.stage("write", place, wait=False):
         written, landing = _write_layer(source, quantized, job, place)
     error = with_room(job, number, lambda: _move_on(config, written, job, outputs, place))
@@ -141,7 +159,7 @@ def one_layer(source: Source, layer: Layer, job: Job, started: float, place: Pla
     if landing is not None:
         time_s = time.perf_counter() - started
         fallbacks = (*result.fallbacks, *TypeAdapter(tuple[Fallback, ...]).validate_python(own))
-        result = replace(result, error=error, time_s=time_s, fallbacks=fallbacks)
+        result = replace(result, error=error, time_s=time_s, fallbacks=fallbacks, correction=taken)
         job.land(number + 1, landing, result)
         if not place.on_gpu:
             job.settle()
@@ -267,7 +285,7 @@ def _observed(
 
     def check(_windows: slice, output: LayerOutput) -> None:
         if statistics.want_output:
-            check_finite(number, output)
+            check_finite(number, all_finite(output))
 
     seen = range(shared(job.states).split.start)
     forward(config, weights, job.states, statistics, seen, check)
@@ -295,7 +313,7 @@ def _measured(
     outputs = torch.empty(shape, dtype=torch.float32, device=place.device)
 
     def store(part: slice, output: LayerOutput) -> None:
-        check_finite(number, output)
+        check_finite(number, all_finite(output))
         local = slice(part.start - held_out.start, part.stop - held_out.start)
         outputs[local] = output.hidden.view(outputs[local].shape)
 

@@ -221,7 +221,7 @@ def forward(
             observer.first_token = states.number(part.start) * length
         with torch.no_grad():
             output = decoder_layer(
-                config, weights, hidden.flatten(0, 1), offsets, indices, observer
+                config, weights, hidden.flatten(0, 1), offsets, indices, observer, length
             )
         each(part, output)
 
@@ -257,10 +257,15 @@ def _moved(
         yield number, part, current
 
 
-def check_finite(number: int, output: LayerOutput) -> None:
-    """Raises CheckpointError naming the layer whose finite weights gave something that is not."""
+def all_finite(output: LayerOutput) -> Tensor:
+    """Returns bool []: whether a layer's output is finite, without waiting for the device."""
     least, most = torch.aminmax(output.hidden)  # nan where any value is
-    if not bool(torch.isfinite(least) & torch.isfinite(most)):
+    return torch.isfinite(least) & torch.isfinite(most)
+
+
+def check_finite(number: int, *finite: Tensor) -> None:
+    """Raises CheckpointError naming the layer whose finite weights gave something that is not."""
+    if finite and not bool(torch.stack(finite).all()):
         raise CheckpointError(
             f"layer {number} turns the text into values that are not finite",
             "its weights are damaged: fetch them again",
@@ -283,14 +288,17 @@ def advance(
     indices: list[Tensor] = []
     keep = number + 1 < config.num_layers and not config.full_indexer[number + 1]
 
+    finite: list[Tensor] = []
+
     def store(part: slice, output: LayerOutput) -> None:
-        check_finite(number, output)
+        finite.append(all_finite(output))
         _land(hidden[part], output.hidden, landing)
         if keep:
             indices.append(output.indices.to(hidden.device))
         each(part, output)
 
     forward(config, weights, states, observer, each=store)
+    check_finite(number, *finite)
     if landing is not None:
         landing.synchronize()
     return states.like(hidden, tuple(indices) if keep else None)

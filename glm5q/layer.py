@@ -36,6 +36,30 @@ class Codes:
         return StaticFp8(self.input_scale)
 
 
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """Returns float32 2^exponents of int8 exponents, exactly: a device's exp2 need not be."""
+    return ((exponents.int() + 127) << 23).view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What a matrix was multiplied by before it was quantized: 2^rows and 2^columns, exactly.
+
+    int8 exponents [..., out] and [..., in], None for none; another matrix has the inverse.
+    """
+
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+    def of(self, matrix: Tensor, index: int | slice = slice(None)) -> Tensor:
+        """Returns `matrix` [..., out, in] folded as entry `index` of a stack is, in its dtype."""
+        for exponents, axis in ((self.rows, -1), (self.columns, -2)):
+            if exponents is not None:
+                power = powers_of_two(exponents[index].to(matrix.device)).unsqueeze(axis)
+                matrix = matrix * power.to(matrix.dtype)
+        return matrix
+
+
 @dataclass(frozen=True)
 class Layer:
     """A layer by path relative to it. Vectors carry `.weight` or `.bias`, matrices neither.
@@ -43,7 +67,8 @@ class Layer:
     Routed experts are stacked: `mlp.experts.gate_up_proj` [experts, 2 x width, hidden] and
     `mlp.experts.down_proj` [experts, hidden, width]. Matrices named in `from_fp8` were FP8 blocks
     and are float32 here, for one rounding to whatever they become; `fp8_scales` are the scales of
-    those that are not stacks, so that FP8 can be had back as it was.
+    those that are not stacks, so that FP8 can be had back as it was. `folds` are a quantized
+    layer's, by matrix: where it is not the source's layer rounded but an equal one.
     """
 
     number: int
@@ -51,6 +76,7 @@ class Layer:
     matrices: dict[str, Tensor | Codes]
     from_fp8: frozenset[str] = frozenset()
     fp8_scales: dict[str, Tensor] = field(default_factory=dict)
+    folds: dict[str, Fold] = field(default_factory=dict)
 
     def to(self, device: torch.device | str) -> Layer:
         """Returns the layer with its matrices on `device`, as they are."""
@@ -65,6 +91,13 @@ class Layer:
         if str(device).startswith("cuda"):
             torch.cuda.synchronize()  # its host memory goes to the next layer
         return replace(self, matrices=moved)
+
+    def floats(self, path: str) -> Tensor:
+        """Returns a matrix that has no codes, as a source's have none."""
+        matrix = self.matrices[path]
+        if not isinstance(matrix, Tensor):
+            raise TypeError(f"{path}: a source layer holds codes")
+        return matrix
 
     def with_matrices(self, matrices: dict[str, Tensor | Codes]) -> Layer:
         return replace(self, matrices={**self.matrices, **matrices})

@@ -142,7 +142,8 @@ class LayerResult:
     """What calibrating one decoder layer gave.
 
     `error` is the relative error of the layer's update, |q - s| / |s - x|, both from the input x
-    that deployment will see. Times in seconds, sizes in bytes as written.
+    that deployment will see. Times in seconds, sizes in bytes as written. `correction` is the share
+    of what earlier layers lost that calibrate.correction took back, None where that did nothing.
     """
 
     layer: int
@@ -155,3 +156,4 @@ class LayerResult:
     matrices: tuple[MatrixResult, ...] = ()
     experts: ExpertResult | None = None
     fallbacks: tuple[Fallback, ...] = field(default=())
+    correction: float | None = None

@@ -134,19 +134,32 @@ class TopUp(_Strict):
     exchanged: float = Field(gt=0, lt=1)
 
 
+Alpha = Annotated[float, Field(gt=0, le=1)]
+
+
 class Steps(_Strict):
     """What follows GPTQ's rounding at one level of effort; each earns its place in an ablation.
 
     `descent` rounds of coordinate descent on codes and scales. `guidance` weighs each token in an
     expert's Gram by how much the model's own loss minds an error there, which costs one sweep
     forward and one backward over the source. `token_cap` bounds what a single massive token adds to
-    a Gram, for models that have such; off unless asked for. `top_up` makes more of short text; text
-    that was topped up is too little for guidance, which then is left out.
+    a Gram, for models that have such; off unless asked for. `up_down` are the alphas tried, beside
+    none, in scaling columns of an expert's down_proj by their inputs' size^alpha, which its up_proj
+    makes up for. `smooth` are those tried, beside none, in evening out what a norm or one matrix
+    gives to all that reads it, at the cost of another rounding of that each. `correction`
+    turns routed experts from the source's inputs to what earlier layers' rounding left of them, at
+    the cost of running the source's stream too. `inner` fits an expert's down_proj to what its
+    rounded gate and up leave of its input, at the cost of a run and a rounding more. `top_up` makes
+    more of short text; text that was topped up is too little for guidance, which then is left out.
     """
 
     descent: int = Field(ge=0, le=20)
     guidance: bool
     token_cap: bool = False
+    up_down: tuple[Alpha, ...] = ()
+    smooth: tuple[Alpha, ...] = ()
+    correction: bool = False
+    inner: bool = False
     top_up: TopUp | None = None
 
 
@@ -375,6 +388,7 @@ def _problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for role, plan in recipe.weights.items():
         yield from _role_problems(f"weights.{role.value}", role, plan)
     yield from _sign_problems(recipe)
+    yield from _up_down_problems(recipe)
     decided: dict[tuple[Role, int], int] = {}
     for index, override in enumerate(recipe.overrides):
         where = f"overrides.{index}"
@@ -395,6 +409,15 @@ def _sign_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if known and recipe.engine == "vllm" and recipe.target in MARLIN:
             problem = "vLLM's Marlin reads scales as unsigned beside int8 activations (#48905)"
             yield f"{where}.clip.signed: {problem}", "give signed: false"
+
+
+def _up_down_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    wanted = [name for name, steps in recipe.efforts if steps.up_down]
+    plans = [o.plan for o in recipe.overrides if o.role is Role.ROUTED_EXPERT]
+    plans.append(recipe.weights[Role.ROUTED_EXPERT])
+    if wanted and any(isinstance(p, Gptq) and p.activation == "fp8_static" for p in plans):
+        where = f"efforts.{wanted[0]}.up_down"
+        yield f"{where}: a static activation scale is of inputs as they were", "leave up_down out"
 
 
 def _source_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:

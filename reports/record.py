@@ -154,6 +154,7 @@ class Layer(_Frozen):
     matrices: list[Matrix] = []
     experts: Experts | None = None
     fallbacks: list[Fallback] = []
+    correction: float | None = None
 
 
 class LayerAccuracy(_Frozen):

@@ -79,5 +79,10 @@ def test_floors_are_the_shapes_work() -> None:
     factors = 256 * (6144**3 + 2048**3) / 3
     assert floors(float32_flop_s=1.0)["round"] == pytest.approx(factors)
     feedback = 256 * (4096 * 6144**2 + 6144 * 2048**2)
-    sweeps = 8 * 2 * feedback  # two sweeps in each of four rounds, a multiply-add is two
+    sweeps = 4 * 2 * feedback  # two sweeps in each of two rounds, a multiply-add is two
     assert floors(bfloat16_flop_s=1.0)["round"] == pytest.approx(feedback + sweeps)
+    assert floors(bfloat16_flop_s=1.0)["guidance"] == pytest.approx(3 * TOKENS * a_token)
+    streams = TOKENS * (a_token + 2 * 2 * 6144**2)
+    assert floors(bfloat16_flop_s=1.0)["correction"] == pytest.approx(streams)
+    inner = TOKENS * (a_token + experts) + 2 * 2 * seen * 8 * 2048**2
+    assert floors(bfloat16_flop_s=1.0)["inner"] == pytest.approx(inner)

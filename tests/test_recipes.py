@@ -112,7 +112,7 @@ def test_every_misspelt_key_is_refused(name: str) -> None:
 
 OPTIONAL = {
     ("dtype",), ("overflow",), ("overrides",), ("effort",), ("mtp_embeddings",), ("tiles",),
-    ("ridge",), ("signed",), ("top_up",),
+    ("ridge",), ("signed",), ("top_up",), ("correction",), ("inner",),
 }  # fmt: skip
 
 

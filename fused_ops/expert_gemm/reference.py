@@ -79,8 +79,7 @@ def _grouped(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether torch has one kernel for all experts' products: bfloat16 rows of 16 bytes on CUDA."""
     half = x.dtype == weight.dtype == out_dtype == torch.bfloat16
     aligned = x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
-    needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return x.is_cuda and half and aligned and not needs_gradient and hasattr(torch, "_grouped_mm")
+    return x.is_cuda and half and aligned and hasattr(torch, "_grouped_mm")
 
 
 def _plain(x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -26,10 +26,16 @@ VARIANTS: dict[str, Change] = {
     "no-pooling": lambda plan, _fast, _best: plan.update(pooling=0.0),
     "guidance-alone": lambda _plan, fast, _best: fast.update(descent=0, guidance=True),
     "token-cap": lambda _plan, fast, _best: fast.update(token_cap=True),
+    "up-down": lambda plan, fast, _best: fast.update(up_down=_alphas(plan)),
+    "smooth": lambda _plan, fast, _best: fast.update(smooth=[0.5]),
+    "inner": lambda _plan, fast, _best: fast.update(inner=True),
+    "correction": lambda _plan, fast, _best: fast.update(correction=True),
     "no-ridge": lambda plan, _fast, _best: plan.update(ridge=0.0),
     "positive-scales": lambda plan, fast, _best: _positive(plan, fast, {}),
     "best": lambda _plan, fast, best: fast.update(best),
     "best-no-top-up": lambda _plan, fast, best: fast.update(best, top_up=None),
+    "best-no-inner": lambda _plan, fast, best: fast.update(best, inner=False),
+    "best-no-correction": lambda _plan, fast, best: fast.update(best, correction=False),
     "best-positive-scales": lambda plan, fast, best: _positive(plan, fast, best),
 }
 ROUNDING_KEYS = ("bits", "group_size", "scale_dtype", "activation", "clip")
@@ -52,6 +58,11 @@ def ablate(options: CalibrateOptions, progress: run.Progress = run.silent) -> co
 def _positive(plan: dict[str, Any], fast: dict[str, Any], steps: dict[str, Any]) -> None:
     plan["clip"] = plan["clip"] | {"signed": False}
     fast.update(steps)
+
+
+def _alphas(plan: dict[str, Any]) -> list[float]:
+    """What up_down tries; nothing beside a static activation scale, which rules it out."""
+    return [] if plan.get("activation") == "fp8_static" else [0.25, 0.5]
 
 
 def _rounding(plan: dict[str, Any]) -> dict[str, Any]:

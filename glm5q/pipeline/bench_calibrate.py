@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from calibrate import run
+from calibrate.guidance import Guidance, backward
 from calibrate.ranks import joined
 from glm5q import names, releases
 from glm5q.config import ModelConfig, parse_config, read_config
 from glm5q.errors import UserError
-from glm5q.layer import Layer
+from glm5q.layer import Layer, runnable
 from glm5q.pipeline import describe
 from glm5q.pipeline.common import check_device, embedded_checkpoint
 from glm5q.pipeline.layer_floor import Ceilings, Work, floors, measure
@@ -156,6 +157,11 @@ def _bench(options: BenchOptions, place: run.Place) -> BenchResult | None:
             "give more, or a smaller --sequence-length",
         )
     recipe = schema.load(options.recipe).model_copy(update={"effort": options.effort})
+    if recipe.steps.guidance and place.ranks.size > 1:
+        raise UserError(
+            f"--effort {options.effort}: its guidance is of all windows, a process has its own",
+            "time it with one process",
+        )
     number = config.moe.index(True)
     made = _Made(config, place.device, options.seed)
     layer = made.layer(number)
@@ -169,15 +175,39 @@ def _bench(options: BenchOptions, place: run.Place) -> BenchResult | None:
             shards = number + 2
             writer = open_writer(output, shards, {}) if ranks.first else Writer(output, shards)
         job = run.Job(recipe, writer, made.states(share, length))
+        job.source_states = _source_states(job, place) if recipe.steps.correction else None
         for _ in range(2 if place.on_gpu else 1):  # a GPU's first compiles and takes memory
             job.stage_s.clear()
             if place.on_gpu:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             ranks.firsts(True, place.device)  # the clock starts when all are there
+            if recipe.steps.guidance:
+                job.guidance = _guidance(config, layer, job, place)
             run.one_layer(made, layer, job, time.perf_counter(), place)
         job.close()
     return _result(options, config, job, layer, (windows, held_out), place) if ranks.first else None
+
+
+def _source_states(job: run.Job, place: run.Place) -> run.States:
+    """Returns a source stream that starts where the quantized one does, and then has its own."""
+    if job.states.spare is None:
+        return job.states
+    return replace(job.states, spare=run.room(job.states.hidden.shape, place.device))
+
+
+def _guidance(
+    config: ModelConfig, layer: Layer, job: run.Job, place: run.Place
+) -> list[Guidance | None]:
+    """Times a layer's part of guide(): forward, and the gradient of what lies behind it.
+
+    Here that is the layer's own output, which has a gradient's shape.
+    """
+    with job.stage("guidance", place):
+        weights = runnable(layer, place.dtype, place.device)
+        gradient = run.advance(config, layer.number, weights, job.states).hidden
+        found = backward(config, weights, job.states, gradient)[1]
+    return [*[None] * layer.number, found]
 
 
 def _config(options: BenchOptions) -> ModelConfig:

@@ -112,6 +112,10 @@ def _calibrate(
             store = _store(options, writer)
             states = run.embed(source, text, place.device, share=share, store=store)
             jobs.append(run.Job(spent[-1].recipe, writer, states, text=text))
+            if recipe.steps.correction:
+                jobs[-1].source_states = run.embed(
+                    source, text, place.device, share=share, store=store
+                )
         _guide(jobs, source, data, place.device, progress)
         run.calibrate(source, jobs, data.calibration.tokens, progress, place)
         if not place.ranks.first:
@@ -150,7 +154,7 @@ def _guide(
     """Gives the jobs that want it the end loss's weights: the source's alone, so once for all."""
     wanting = [job for job in jobs if job.recipe.steps.guidance and not data.added(job)]
     if wanting:
-        found = guide(source, data.calibration.tokens, progress, device)
+        found = guide(source, data.calibration.tokens, progress, device, wanting[0].states.store)
         for job in wanting:
             job.guidance = found
 

@@ -83,9 +83,13 @@ def floors(work: Work, ceilings: Ceilings) -> dict[str, float]:
     factor = sum(columns**3 / 3 * count for _, columns, count in _second_order(work))
     feedback = sum(rows * columns**2 * count for rows, columns, count in _second_order(work))
     rounds = work.recipe.steps.descent
-    candidates = 1 + (1 + (rounds > 0))  # rtn, gptq, descent
-    expert = _expert_flop(work.config)
+    candidates = 2  # plain rounding and what is better
+    c, expert, inner = work.config, _expert_flop(work.config), work.config.moe_intermediate_size
     return {
+        "guidance": 3 * work.tokens * a_token / bf16,  # forward, again, and the gradient
+        "correction": work.tokens * (a_token + 4 * c.hidden_size**2) / bf16,  # and two sums
+        "inner": (work.tokens * (a_token + expert) + seen * c.num_experts_per_tok * 4 * inner**2)
+        / bf16,
         "statistics": (seen * a_token + gram) / bf16,
         "round": factor / fp32
         + (feedback + 4 * rounds * feedback) / bf16

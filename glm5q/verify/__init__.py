@@ -9,15 +9,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from glm5q.errors import CheckpointError
 from glm5q.verify import checks, ct_rules, engines, layouts, parallel
 from glm5q.verify.files import INDEX_SUFFIX, Files, open_files, read_json
+from glm5q.verify.folds import FoldedSource
 from glm5q.verify.layouts import Held
-from glm5q.verify.model import Model
+from glm5q.verify.model import Linear, Model
 from glm5q.verify.onnx_graph import MODEL, verify_onnx
 from glm5q.verify.report import Report, Row, row
-from glm5q.verify.source import Source, changed_config, changed_files
-from glm5q.verify.weights import Found, check_matrix
+from glm5q.verify.source import changed_config, changed_files
+from glm5q.verify.weights import Found, check_matrix, held_weight, whole
 
 DESCRIPTION = "quant_model_description.json"
 STEMS = {"modelslim": "quant_model_weights"}
@@ -67,11 +70,23 @@ class _Verification:
         self.model = Model(config)
         self.stem = STEMS.get(form, "model")
         self.files: Files = open_files(root, self.stem)
-        self.source = None if source is None else Source(source)
         self.quantization = config.get("quantization_config") or {}
         self.description = read_json(root / DESCRIPTION) if form == "modelslim" else None
         self.record = read_json(root / "report.json")
         self.holdings = self._holdings()
+        self.source = None if source is None else self._folded(source)
+
+    def _folded(self, source: Path) -> FoldedSource:
+        """Returns the source as it was folded, if it was, before it was quantized."""
+
+        def matrix(linear: Linear) -> Tensor | None:
+            what = self.holdings.get(linear.name)
+            return held_weight(self.files, self.form, linear, what)
+
+        def vector(name: str) -> Tensor | None:
+            return self.files.read(name) if name in self.files.entries else None
+
+        return FoldedSource(source, self.model, matrix, vector)
 
     def _holdings(self) -> dict[str, Held]:
         found = {}
@@ -112,12 +127,13 @@ class _Verification:
         checks.vectors(self.files, self.model, self.source, found)
         index = read_json(self.root / f"{self.stem}{INDEX_SUFFIX}") or {}
         compared = self.source is not None
+        same = "" if self.source is None else f", equal to the source{self.source.said()}"
         rows = [
             checks.tensors(self.files, wanted, lost),
             checks.layout_row(self.files, wanted, self.source),
             row("scales", found.scales, "all finite, none zero"),
             row("codes", found.codes, f"{found.matrices} matrices, codes on their grids"),
-            row("kept", found.kept, "finite" + (", equal to the source" if compared else "")),
+            row("kept", found.kept, "finite" + same),
             checks.mtp(self.files, self.model, set(index.get("weight_map") or {})),
             checks.size(self.files, wanted, self.record),
             checks.record_row(self.record, found, self.files, compared, self.holdings),
@@ -135,15 +151,7 @@ class _Verification:
         for layer in self.model.layers:
             for linear in self.model.linears(layer):
                 what = self.holdings.get(linear.name)
-                if what is None:
-                    continue
-                entries = self.files.entries
-                if all(
-                    name in entries
-                    and entries[name].shape == shape
-                    and entries[name].dtype in kinds
-                    for name, (kinds, shape) in layouts.layout(self.form, linear, what).items()
-                ):
+                if what is not None and whole(self.files, self.form, linear, what):
                     check_matrix(self.files, self.form, linear, what, self.source, found)
         return found
 

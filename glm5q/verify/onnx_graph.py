@@ -13,10 +13,11 @@ from torch import Tensor
 
 from glm5q.errors import UserError
 from glm5q.verify.files import read_json
-from glm5q.verify.layouts import Held
+from glm5q.verify.folds import FoldedSource
+from glm5q.verify.layouts import Held, dequantized
 from glm5q.verify.model import Linear, Model
 from glm5q.verify.report import Report, Row, row
-from glm5q.verify.source import Source, changed_files
+from glm5q.verify.source import changed_files
 from glm5q.verify.weights import Found, check_codes
 
 MODEL = "model.onnx"
@@ -71,7 +72,6 @@ class Weights:
 def verify_onnx(root: Path, source: Path | None) -> Report:
     """Returns the rows of an ONNX export. Raises UserError where onnx is not installed."""
     onnx = _package("onnx")
-    original = None if source is None else Source(source)
     try:
         onnx.checker.check_model(str(root / MODEL))
         model = onnx.load(str(root / MODEL), load_external_data=False)
@@ -81,6 +81,7 @@ def verify_onnx(root: Path, source: Path | None) -> Report:
         return Report(str(root), "onnx", (failed,), ())
     weights = Weights(root, model)
     problems = list(weights.problems())
+    original = None if source is None else _folded(source, root, weights)
     rows = [
         row("graph", [], f"onnx {onnx.__version__}'s checker, {len(model.graph.node):,} nodes"),
         row("data", problems, f"{len(weights.entries)} tensors, whole and apart"),
@@ -93,6 +94,22 @@ def verify_onnx(root: Path, source: Path | None) -> Report:
     return Report(str(root), "onnx", tuple(rows), ())
 
 
+def _folded(source: Path, root: Path, weights: Weights) -> FoldedSource:
+    """Returns the source as it was folded, if it was, before it was quantized."""
+
+    def matrix(linear: Linear) -> Tensor | None:
+        name, rows = _stored_name(linear)
+        if name + ".codes" not in weights.entries:
+            return _kept(weights, linear, name)[rows]
+        codes, scale = (part[rows] for part in _unpacked(weights, name, linear))
+        return dequantized(codes, scale, "int8")
+
+    def vector(name: str) -> Tensor | None:
+        return weights.read(name) if name in weights.entries else None
+
+    return FoldedSource(source, Model(read_json(root / "config.json") or {}), matrix, vector)
+
+
 def _package(name: str) -> Any:
     try:
         return import_module(name)
@@ -100,7 +117,7 @@ def _package(name: str) -> Any:
         raise UserError(f"{name} is not installed", "pip install 'glm5q[onnx]'") from None
 
 
-def _weight_rows(root: Path, weights: Weights, source: Source | None) -> list[Row]:
+def _weight_rows(root: Path, weights: Weights, source: FoldedSource | None) -> list[Row]:
     config = read_json(root / "config.json") or {}
     model = Model(config)
     found, missing = Found(), []
@@ -125,14 +142,16 @@ def _weight_rows(root: Path, weights: Weights, source: Source | None) -> list[Ro
         row("tensors", missing, said),
         row("scales", found.scales, "all finite, none zero"),
         row("codes", found.codes, f"{found.matrices} matrices, codes on their grids"),
-        row("kept", found.kept, "equal to the source" if source else "finite"),
+        row("kept", found.kept, f"equal to the source{source.said()}" if source else "finite"),
     ]
     if source is None:
         return [*rows, Row("weights", "skip", "give --source to compare")]
     return [*rows, row("weights", found.weights, "each matrix within its grid's rounding")]
 
 
-def _check_linear(weights: Weights, linear: Linear, source: Source | None, found: Found) -> None:
+def _check_linear(
+    weights: Weights, linear: Linear, source: FoldedSource | None, found: Found
+) -> None:
     found.matrices += 1
     name, rows = _stored_name(linear)
     if name + ".codes" in weights.entries:

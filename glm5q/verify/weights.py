@@ -11,9 +11,9 @@ from torch import Tensor
 
 from glm5q.verify import layouts
 from glm5q.verify.files import Files
+from glm5q.verify.folds import FoldedSource, unlike
 from glm5q.verify.layouts import Held
 from glm5q.verify.model import Linear
-from glm5q.verify.source import Source
 
 GRID_TIMES = 4.0  # second-order rounding measured at most twice plain rounding's weight error
 FP8_BOUND = 0.05  # e4m3 rounds by at most 2^-4, 0.026 in the mean of gaussian weights
@@ -39,7 +39,7 @@ class Found:
 
 
 def check_matrix(
-    files: Files, form: str, linear: Linear, what: Held, source: Source | None, found: Found
+    files: Files, form: str, linear: Linear, what: Held, source: FoldedSource | None, found: Found
 ) -> None:
     """Adds what is wrong with one matrix to `found`. Its tensors are there, of the right shapes."""
     found.matrices += 1
@@ -54,7 +54,12 @@ def check_matrix(
 
 
 def check_codes(
-    linear: Linear, what: Held, codes: Tensor, scale: Tensor, source: Source | None, found: Found
+    linear: Linear,
+    what: Held,
+    codes: Tensor,
+    scale: Tensor,
+    source: FoldedSource | None,
+    found: Found,
 ) -> bool:
     """Adds what is wrong with codes [out, in] and their scale; False if the scale is no scale."""
     usable = scale != 0 if what.kind == "int4" else scale > 0  # int4's may turn a group round
@@ -133,7 +138,7 @@ def _activation_scales(files: Files, form: str, linear: Linear, what: Held) -> I
 
 
 def _check_distance(
-    linear: Linear, what: Held, codes: Tensor, scale: Tensor, source: Source, found: Found
+    linear: Linear, what: Held, codes: Tensor, scale: Tensor, source: FoldedSource, found: Found
 ) -> None:
     """Holds a dequantized matrix to the source within what its own grid's rounding allows."""
     original = source.weight(linear)
@@ -150,6 +155,11 @@ def _check_distance(
         found.weights.append(
             f"{linear.name}: {error:.3f} from the source, its grid allows {bound:.3f}"
         )
+    power = source.columns(linear)
+    if power is not None and what.kind != "fp8":
+        bad = unlike(rounded, exact, scale, power)
+        if bad:
+            found.weights.append(f"{linear.name}: column {bad[0]} lacks 2^{int(power[bad[0]])}")
 
 
 def _square(values: Tensor) -> float:
@@ -167,7 +177,7 @@ def _grid_bound(codes: Tensor, scale: Tensor, reference: float) -> float:
     return GRID_TIMES * math.sqrt(float(square) / max(reference, 1e-30)) + 1e-6
 
 
-def _check_kept(files: Files, linear: Linear, source: Source | None, found: Found) -> None:
+def _check_kept(files: Files, linear: Linear, source: FoldedSource | None, found: Found) -> None:
     """A kept matrix is finite and, bit for bit, the source's in its dtype (FP8: rounded)."""
     name = linear.name + ".weight"
     mine = files.read(name)
@@ -182,6 +192,25 @@ def _check_kept(files: Files, linear: Linear, source: Source | None, found: Foun
         found.kept.append(f"{name}: kept, but not the source's values")
     elif original[1] == "F32" and mine.dtype != torch.float32:
         found.kept.append(f"{name}: F32 in the source, {files.entries[name].dtype} here")
+
+
+def held_weight(files: Files, form: str, linear: Linear, what: Held | None) -> Tensor | None:
+    """Returns what lies on disk for a linear layer, dequantized; None where it is not whole."""
+    if what is None or not whole(files, form, linear, what):
+        return None
+    if what.kind == "float":
+        return files.read(linear.name + ".weight")
+    return layouts.dequantized(*layouts.unpacked(files, form, linear, what), what.kind)
+
+
+def whole(files: Files, form: str, linear: Linear, what: Held) -> bool:
+    """Whether all tensors of a linear layer are there, in the right dtypes and shapes."""
+    return all(
+        name in files.entries
+        and files.entries[name].shape == shape
+        and files.entries[name].dtype in kinds
+        for name, (kinds, shape) in layouts.layout(form, linear, what).items()
+    )
 
 
 def module_of(linear: Linear) -> str:

@@ -33,15 +33,19 @@ def problem() -> tuple[torch.Tensor, Moments]:
 
 def test_candidates_get_better_each_on_its_own_scale() -> None:
     weight, moments = problem()
-    found = find_candidates(1, names.GATE_UP, weight, moments, PLAN, LayerPlan(descent=3))
+    plain, descended = (
+        find_candidates(1, names.GATE_UP, weight, moments, PLAN, LayerPlan(descent=rounds))
+        for rounds in (0, 3)
+    )
+    assert (list(plain.codes), list(descended.codes)) == (["rtn", "gptq"], ["rtn", "descent"])
     assert moments.gram is not None
     errors = []
-    for method in ("rtn", "gptq", "descent"):
+    for found, method in ((plain, "rtn"), (plain, "gptq"), (descended, "descent")):
         difference = found.weight(method) - weight
         errors.append(float(((difference @ moments.gram) * difference).sum()))
     assert errors[1] < 0.9 * errors[0]
     assert errors[2] < 0.97 * errors[1]
-    assert not torch.equal(found.scales["descent"], found.scales["gptq"])
+    assert not torch.equal(descended.scales["descent"], plain.scales["gptq"])
 
 
 def test_each_entry_takes_its_better_candidate() -> None:

@@ -28,7 +28,7 @@ KERNELS: dict[str, tuple[str, dict[str, object], int]] = {  # arguments, constan
         f"weight: *bf16, scales: *fp32, codes: *i8, {SIZES}", GRID | {"SPAN": 8192}, 8,
     ),
     "subtract_weight": (
-        f"codes: *i8, scales: *fp32, weight: *bf16, out: *bf16, {SIZES}, start: i32",
+        f"codes: *i8, scales: *fp32, weight: *bf16, out: *bf16, {SIZES}",
         {"BLOCK": 128, "ROWS": 512}, 4,
     ),
     "turn": ("x: *i8, out: *i8, rows: i32, columns: i32", {"SIDE": 128}, 4),

@@ -32,7 +32,7 @@ ASKED = (
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 DIES = str(Path(__file__).with_name("dying_rank.py"))
 TIRES = str(Path(__file__).with_name("tired_rank.py"))
-SHARES_A_LAYER = 3 * 2  # the codes of three candidates, of two stacks
+SHARES_A_LAYER = 2 * 2  # the codes of two candidates, of two stacks
 
 
 def python(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -63,17 +63,22 @@ def test_two_ranks_give_the_codes_of_one(alone: Path, tmp_path: Path) -> None:
         assert len(shards(alone)) == 8
 
 
-def test_two_ranks_weigh_the_tokens_that_one_does(tmp_path: Path) -> None:
-    """By the end loss's weights, which are numbered through all windows."""
+@pytest.mark.parametrize("step", ["guidance", "correction", "inner"])
+def test_two_ranks_weigh_the_tokens_that_one_does(step: str, tmp_path: Path) -> None:
+    """By the end loss's weights, which are numbered through all windows; or in both streams."""
     raw = yaml.safe_load(schema.text("h200"))
-    raw["efforts"]["fast"] = {"descent": 1, "guidance": True}
-    recipe = tmp_path / "guided.yaml"
-    recipe.write_text(yaml.safe_dump(raw | {"name": "guided"}))
+    raw["efforts"]["fast"] = {"descent": 1, "guidance": False} | {step: True}
+    recipe = tmp_path / "asked.yaml"
+    recipe.write_text(yaml.safe_dump(raw | {"name": "asked"}))
     asked = tuple(str(recipe) if word == "h200" else word for word in ASKED)
     for name, before in (("one", ()), ("two", (*TORCHRUN, 2))):
         ended = python(*before, "-m", "glm5q", *asked, tmp_path / name)
         assert ended.returncode == 0, ended.stderr
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
+    layers = json.loads((tmp_path / "one" / "report.json").read_text())["layers"]
+    assert any(layer.get("correction") for layer in layers) == (step == "correction")
+    methods = [name for layer in layers for name in (layer["experts"] or {}).get("method", [])]
+    assert any("inner" in method for method in methods) == (step == "inner")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

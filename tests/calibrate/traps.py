@@ -6,7 +6,7 @@ As a program under TRITON_INTERPRET it writes the batched route's answers to a f
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -96,9 +96,14 @@ def stacks() -> dict[str, Stack]:
 
 
 def solve(stack: Stack, plan: Gptq = PLAN) -> tuple[Candidates, LayerPlan]:
-    layer_plan = LayerPlan(descent=1)
-    found = find_candidates(1, names.DOWN, stack.weight, stack.moments, plan, layer_plan)
-    return found, layer_plan
+    """Returns all METHODS' candidates: a layer is rounded with descent or without."""
+    without, layer_plan = LayerPlan(descent=0), LayerPlan(descent=1)
+    first, found = (
+        find_candidates(1, names.DOWN, stack.weight, stack.moments, plan, one)
+        for one in (without, layer_plan)
+    )
+    codes, scales = first.codes | found.codes, first.scales | found.scales
+    return replace(found, codes=codes, scales=scales), layer_plan
 
 
 def main(file: Path) -> None:
