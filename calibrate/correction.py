@@ -29,6 +29,7 @@ from glm5q.types import Fallback, Role
 from recipes.schema import Gptq
 
 RIDGE = 0.3  # of the mean diagonal of x'x
+TINY = 1e-30  # on the diagonal of what may be all zero: nothing is learnt from it, and solved
 AT_ONCE = 16  # matrices of a stack turned at once: 0.8 GB at full size
 STAGE = "correction"
 REASON = "held-out inputs come no closer to the source's"
@@ -185,7 +186,7 @@ def source_outputs(config: ModelConfig, layer: Layer, job: Job, place: Place) ->
 def least_squares(sums: Inputs) -> Tensor:
     """Returns M [in, in] of y ~ x (I + M)."""
     mean = sums.gram.diagonal().mean()
-    gram = sums.gram + RIDGE * mean * torch.eye(len(sums.gram), device=mean.device)
+    gram = sums.gram + (RIDGE * mean + TINY) * torch.eye(len(sums.gram), device=mean.device)
     solved: Tensor = torch.linalg.solve(gram, sums.cross)
     return solved
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from calibrate.block import Observer
 from calibrate.candidates import LayerPlan, find_candidates
-from calibrate.correction import summed
+from calibrate.correction import TINY, summed
 from calibrate.folds import as_folded
 from calibrate.gptq import blend, layer_mean, pooled_share, with_ridge
 from calibrate.job import Job, Place
@@ -161,8 +161,7 @@ def with_inner(
 
         retry(measure)
         squares = place.ranks.add(errors.squares).cpu()
-        better = squares[1] < squares[0]
-        better = torch.where(squares[2] > 0, better, squares[1].sum() < squares[0].sum())
+        better = (squares[1] < squares[0]) & (squares[2] > 0)  # unseen, nothing speaks for it
         return _taken(quantized, result, down, made, better, squares)
 
 
@@ -185,7 +184,8 @@ def _rounded(
     made = stack.clone()
     for index in ranks.mine(len(stack)):
         part = slice(index, index + 1)
-        own = with_ridge(blend(moments, part, means[0], share), plan.ridge)[0]
+        own = with_ridge(blend(moments, part, means[0], share), max(plan.ridge, plan.damping))[0]
+        own.diagonal().add_(TINY)
         change = torch.linalg.solve(own, blend(crossed, part, means[1], share)[0])
         weight = stack[index].float()
         made[index] = (weight + SHARE * weight @ change.T).to(stack.dtype)

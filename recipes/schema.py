@@ -412,6 +412,10 @@ def _sign_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _up_down_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    for name, steps in recipe.efforts:
+        for step, alphas in (("up_down", steps.up_down), ("smooth", steps.smooth)):
+            if len({f"{alpha:g}" for alpha in alphas}) < len(alphas):
+                yield f"efforts.{name}.{step}: an alpha twice", "give each once"
     wanted = [name for name, steps in recipe.efforts if steps.up_down]
     plans = [o.plan for o in recipe.overrides if o.role is Role.ROUTED_EXPERT]
     plans.append(recipe.weights[Role.ROUTED_EXPERT])

@@ -88,11 +88,23 @@ def test_a_planted_linear_loss_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -
     )
     made = sums(left, whole, counts)
     codes, scale = inner._rounded(
-        3, stack, made, plan(ridge=0.0, pooling=0.0), LayerPlan(2), Place()
+        3, stack, made, plan(ridge=0.0, pooling=0.0, damping=1e-6), LayerPlan(2), Place()
     )
     fitted = stack + stack @ planted.transpose(1, 2)
     plain = (fitted - stack).norm()
     assert float((quant.dequantize(codes, scale) - fitted).norm()) < 0.3 * float(plain)
+
+
+def test_few_tokens_move_nothing_far() -> None:
+    """Eight tokens and inputs of very unlike size, an expert of zeros: without a ridge, too."""
+    few = rows(0, 8, WIDTH).repeat(75, 1) * torch.logspace(-4, 1, WIDTH)
+    few[300:] = 0
+    lost_of_it = 0.05 * rows(1, 600, WIDTH)
+    lost_of_it[300:] = 0
+    stack = rows(2, EXPERTS, OUT, WIDTH)
+    made, wanted = sums(few, few + lost_of_it, (200, 100, 300)), plan(ridge=0.0, pooling=0.0)
+    codes, scale = inner._rounded(3, stack, made, wanted, LayerPlan(2), Place())
+    assert float((quant.dequantize(codes, scale) - stack).norm()) < 0.4 * float(stack.norm())
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +192,30 @@ def test_an_expert_that_would_lose_keeps_what_it_had(
     monkeypatch.setattr(inner, "SHARE", -20.0)
     wrong = pipeline.calibrate(asked(glm52, tmp_path / "out", texts, inner=True))[0]
     assert contents(wrong.checkpoint) == contents(plain.checkpoint)
+
+
+def test_an_expert_without_held_out_tokens_keeps_what_it_had(
+    glm52: Path, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much the others gain: half of the experts are made to look unseen."""
+    original = inner._taken
+    fitted: list[Tensor] = []
+
+    def taken(*given: Any) -> Any:
+        fitted.append(given[4])
+        return original(*given)
+
+    monkeypatch.setattr(inner, "_taken", taken)
+    add = inner.Errors.both
+
+    def blind(self: inner.Errors, *given: Any) -> None:
+        add(self, *given)
+        self.squares[:, ::2] = 0
+
+    monkeypatch.setattr(inner.Errors, "both", blind)
+    pipeline.calibrate(asked(glm52, tmp_path / "out", texts, inner=True))
+    assert any(bool(one[1::2].any()) for one in fitted)
+    assert not any(bool(one[::2].any()) for one in fitted)
 
 
 @pytest.mark.parametrize("steps", [{"inner": True}, {"inner": True, "correction": True}])

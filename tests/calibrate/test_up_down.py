@@ -270,6 +270,14 @@ def test_refused_where_a_static_scale_is_of_other_inputs() -> None:
         recipe("h200", [1.5])
 
 
+@pytest.mark.parametrize("step", ["up_down", "smooth"])
+def test_an_alpha_given_twice_is_refused(step: str) -> None:
+    raw = yaml.safe_load(schema.text("h200"))
+    raw["efforts"]["fast"][step] = [0.5, 0.50000001]
+    with pytest.raises(RecipeError, match=rf"efforts\.fast\.{step}: an alpha twice"):
+        schema.validated(raw, "x")
+
+
 @pytest.mark.parametrize("name", ["h200", "atlas-800t-a3", "h200-sglang"])
 def test_every_variant_of_the_ablation_is_a_recipe(name: str, tmp_path: Path) -> None:
     steps = {v: schema.load(_variant(name, v, tmp_path)).steps for v in VARIANTS}
