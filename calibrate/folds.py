@@ -1,15 +1,47 @@
-"""A weight and its input's moments as if folded while that is asked for; a layer as one is."""
+"""A weight and its input's moments as if folded, and rounded so; a layer as one is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from calibrate.candidates import Candidates, LayerPlan, find_candidates
 from calibrate.observe import Moments
+from calibrate.ranks import Ranks
 from glm5q.layer import Layer, powers_of_two
+from recipes.schema import Gptq, Rtn
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A matrix that gets codes: its weight [stack, out, in], its input's moments, and plan."""
+
+    layer: int
+    path: str
+    weight: Tensor
+    moments: Moments
+    wanted: Rtn | Gptq
+
+    def with_fold(
+        self, candidates: Candidates, plan: LayerPlan, name: str, fold: Tensor, ranks: Ranks
+    ) -> Candidates:
+        """Returns the candidates with one of columns x 2^fold [stack, in], the last method's."""
+        apart = LayerPlan(plan.descent)  # what happens to the Grams was said already
+        with folded(self.weight, self.moments, fold) as divided:
+            found = find_candidates(
+                self.layer, self.path, self.weight, divided, self.wanted, apart, ranks
+            )
+        plan.own += apart.own
+        last = next(reversed(found.codes))
+        return replace(
+            candidates,
+            codes=candidates.codes | {name: found.codes[last]},
+            scales=candidates.scales | {name: found.scales[last]},
+            folds=candidates.folds | {name: fold},
+        )
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from calibrate.block import LayerOutput, Observer, decoder_layer, rms_norm
 from calibrate.shares import IN_MEMORY, Store
 from calibrate.states import (
     DEVICE_STATE_BYTES,
+    FLOAT32_CHUNK_TOKENS,
     Progress,
     States,
     advance,
@@ -35,7 +36,6 @@ from glm5q.layer import Weights, runnable
 from glm5q.stream import LayerSource, layers
 
 SEED = 0  # of the tokens drawn from the model
-GUIDED_TOKENS = 16384  # run forward at once, as many as evaluation runs in float32
 GRADIENT_TOKENS = 16384  # of which a GPU takes gradients at once: 20 GB of a graph at full size
 
 
@@ -81,7 +81,7 @@ def guide(
     config = source.config
     total = 2 * config.num_hidden_layers
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    states, inputs = embed(source, tokens, device, GUIDED_TOKENS), []
+    states, inputs = embed(source, tokens, device, FLOAT32_CHUNK_TOKENS), []
     for layer in layers(source.layer, range(config.num_hidden_layers)):
         progress(f"guidance, layer {layer.number}", layer.number, total)
         inputs.append(_kept(states, config.num_hidden_layers, store))
@@ -158,9 +158,8 @@ def backward(
             indices = _indices_of(states, part, length)
             indices = None if indices is None else indices.to(device)
             output = decoder_layer(config, weights, x, offsets, indices, seen, length)
-        wanted = [x, *(y for y, _ in seen.products.values())]
-        after = gradient[part].to(device).flatten(0, 1)
-        with _repeatable():
+            wanted = [x, *(y for y, _ in seen.products.values())]
+            after = gradient[part].to(device).flatten(0, 1)
             found = torch.autograd.grad(output.hidden, wanted, after)
         gradient[part] = found[0].view(count, length, -1)
         if output.experts is not None:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from calibrate.candidates import Candidates, LayerPlan, find_candidates
-from calibrate.folds import folded
-from calibrate.observe import HeldOutErrors, Moments, Statistics
-from calibrate.ranks import Ranks
+from calibrate.candidates import Candidates, LayerPlan
+from calibrate.folds import Problem
+from calibrate.observe import HeldOutErrors, Statistics
 from glm5q import names
 from glm5q.config import ModelConfig
 from glm5q.layer import Codes, Fold, Layer, Weights, powers_of_two
@@ -111,12 +110,13 @@ def add_smoothed(
             for path in coded:
                 wanted = recipe.plan(roles[path], layer.number, config)
                 assert isinstance(wanted, Rtn | Gptq)
-                problem = _Problem(
-                    layer.number, path, weights.matrices[path], statistics.of(path), wanted
-                )
+                matrix = weights.matrices[path]
+                stack = matrix if matrix.dim() == 3 else matrix.unsqueeze(0)
+                problem = Problem(layer.number, path, stack, statistics.of(path), wanted)
                 plan.candidates[path] = problem.with_fold(
-                    plan, method(alpha), fold, statistics.ranks
-                )
+                    plan.candidates[path], plan, method(alpha),
+                    fold.expand(len(stack), -1).contiguous(), statistics.ranks,
+                )  # fmt: skip
 
 
 def _largest(matrix: Tensor) -> Tensor:
@@ -147,35 +147,6 @@ def _foldable(plan: LayerPlan, path: str) -> bool:
     if path in plan.candidates:
         return isinstance(plan.candidates[path].scheme, IntScheme)
     return plan.kept[path].dtype is not torch.float16
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """A reader that gets codes: its weight [out, in] or a stack of them, moments and plan."""
-
-    layer: int
-    path: str
-    weight: Tensor
-    moments: Moments
-    wanted: Rtn | Gptq
-
-    def with_fold(self, plan: LayerPlan, name: str, fold: Tensor, ranks: Ranks) -> Candidates:
-        """Returns its candidates with that of its folded columns, the last method's codes."""
-        weight = self.weight if self.weight.dim() == 3 else self.weight.unsqueeze(0)
-        folds = fold.expand(len(weight), -1).contiguous()
-        apart = LayerPlan(plan.descent)  # what happens to the Grams was said already
-        with folded(weight, self.moments, folds) as divided:
-            found = find_candidates(
-                self.layer, self.path, weight, divided, self.wanted, apart, ranks
-            )
-        plan.own += apart.own
-        last, old = next(reversed(found.codes)), plan.candidates[self.path]
-        return replace(
-            old,
-            codes=old.codes | {name: found.codes[last]},
-            scales=old.scales | {name: found.scales[last]},
-            folds=old.folds | {name: folds},
-        )
 
 
 def allowed(candidates: Mapping[str, Candidates], errors: HeldOutErrors) -> dict[str, list[str]]:

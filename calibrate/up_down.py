@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from calibrate.candidates import Candidates, LayerPlan, find_candidates
-from calibrate.folds import folded
+from calibrate.candidates import Candidates, LayerPlan
+from calibrate.folds import Problem
 from calibrate.observe import Moments
 from calibrate.ranks import ALONE, Ranks
 from glm5q import names
@@ -58,20 +58,11 @@ def with_folds(
     of folded inputs: beside inputs thirty times the others', a part of their mean square would
     drown the rest. Costs one rounding of the stack for each alpha.
     """
+    problem = Problem(layer, names.DOWN, stack, moments, wanted)
     for alpha in alphas:
         fold = exponents(moments.square, alpha)
         ranks.complete(fold)
-        apart = LayerPlan(plan.descent)  # what happens to the Grams was said already
-        with folded(stack, moments, fold) as divided:
-            found = find_candidates(layer, names.DOWN, stack, divided, wanted, apart, ranks)
-        plan.own += apart.own
-        refined = "descent" if plan.descent else "gptq"
-        candidates = replace(
-            candidates,
-            codes=candidates.codes | {method(alpha): found.codes[refined]},
-            scales=candidates.scales | {method(alpha): found.scales[refined]},
-            folds=candidates.folds | {method(alpha): fold},
-        )
+        candidates = problem.with_fold(candidates, plan, method(alpha), fold, ranks)
     return candidates
 
 

@@ -27,9 +27,9 @@ from glm5q.layer import Codes, runnable
 from glm5q.pipeline.calibrate import CalibrateOptions
 from glm5q.types import IntScheme
 from glm5q.verify import verify
-from glm5q.writer import file_sha256
 from recipes import schema
 from recipes.schema import Gptq
+from tests.calibrate.test_ranks import shards
 
 LENGTH, WINDOWS, HELD_OUT = 64, 24, 2
 EXPERTS, WIDTH, OUT = 3, 32, 16
@@ -191,7 +191,7 @@ def test_an_expert_that_would_lose_keeps_what_it_had(
     """Turned the wrong way: no expert takes it, and the files are those of a run without."""
     monkeypatch.setattr(inner, "SHARE", -20.0)
     wrong = pipeline.calibrate(asked(glm52, tmp_path / "out", texts, inner=True))[0]
-    assert contents(wrong.checkpoint) == contents(plain.checkpoint)
+    assert shards(wrong.checkpoint) == shards(plain.checkpoint)
 
 
 def test_an_expert_without_held_out_tokens_keeps_what_it_had(
@@ -243,8 +243,4 @@ def test_a_resumed_run_is_byte_equal(
         pipeline.calibrate(wanted)
     monkeypatch.undo()
     assert pipeline.calibrate(wanted)[0].run.resumed_layers == 3
-    assert contents(wanted.output) == contents(whole.checkpoint)
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {file.name: file_sha256(file) for file in folder.glob("*.safetensors")}
+    assert shards(wanted.output) == shards(whole.checkpoint)
