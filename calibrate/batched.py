@@ -8,7 +8,6 @@ group's scale as it leaves the group instead of after all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from calibrate.descent import DAMPING
-from calibrate.gptq import DAMPING_STEPS, GptqResult, diagonal_mean
+from calibrate import solves
+from calibrate.descent import DAMPING, PASSES
+from calibrate.gptq import DAMPING_STEPS, GptqResult, positive_mean
+from calibrate.observe import Moments
+from calibrate.solves import BLOCK, add_product, operand, product
 from glm5q import quant
 from glm5q.types import IntScheme
 from recipes.schema import Clip
@@ -25,13 +27,12 @@ from recipes.schema import Clip
 if TYPE_CHECKING:
     from types import ModuleType
 
-BLOCK = 128  # columns a kernel walks; one group of the usual int4 grid
-MICRO = 16  # of them GPTQ's kernel holds in registers; 32 take a minute to compile
+MICRO = 16  # columns that GPTQ's kernel holds in registers; 32 take a minute to compile
 ROWS = 128  # rows a program walks, one a thread: 0.095 ms a block of 16 x 4096 rows, 256 0.138
-REFIT_ROWS = 64  # 0.075 ms, 32 0.084
+REFIT_ROWS, REFIT_WARPS = 32, 8  # 0.082 ms; 64 rows took longer, 4 warps 1 % less of all
 SIDE = 128  # of the tiles that a stack is turned in
-PANEL = 256  # columns factorised at a time, a multiple of BLOCK; 512 takes 4 % longer
-SEARCH_TILE = 4096  # weights a clip search program holds
+SPAN = 1024  # columns of a Gram that a program mixes
+SEARCH_TILE, SEARCH_PIECES = 4096, 4  # weights a clip search program holds; in how many tiles
 ROUND_DOT, MOVE_DOT = "tf32x3", "tf32"  # a move is a few bits times a scale: exact in tf32
 
 
@@ -42,39 +43,34 @@ def fits(weight: Tensor, scheme: IntScheme) -> bool:
     return weight.is_cuda and aligned and find_spec("triton") is not None
 
 
-def search_scale(weight: Tensor, square: Tensor, scheme: IntScheme, clip: Clip) -> Tensor:
-    """rtn.search_scale with scales [stack, groups, out]: a column's rows are neighbours."""
+def search(weight: Tensor, square: Tensor, scheme: IntScheme, clip: Clip, codes: Tensor) -> Tensor:
+    """Returns rtn.search_scale's scales [stack, groups, out], and writes rtn.rtn's `codes`.
+
+    Weight and codes are [stack, out, in]; in the scales a column's rows are neighbours.
+    """
     stack, rows, columns = weight.shape
     width = quant.group_columns(columns, scheme.group_size)
     groups = columns // width
     span = 1 << (width - 1).bit_length()
     height = max(1, SEARCH_TILE // span)
     scales = torch.empty((stack, groups, rows), dtype=torch.float32, device=weight.device)
-    shares = torch.linspace(1.0, clip.lowest, clip.steps).to(weight.device)
+    shares = torch.linspace(1.0, clip.lowest, clip.steps)
+    shares = torch.cat((shares, -shares)) if clip.signed else shares
     _kernels().search_clip[(-(-rows // height), groups, stack)](
-        weight.contiguous(), square.float().contiguous(), shares, scales, rows, columns,
-        STEPS=clip.steps, REACH=7.5 if scheme.bits == 4 else 127.0,
-        **_grid(scheme), BFLOAT16=scheme.scale_dtype == "bfloat16",
-        WIDTH=width, SPAN=span, ROWS=height,
+        weight.contiguous(), square.float().contiguous(),
+        shares.to(weight.device, non_blocking=True), scales, codes, rows, columns,
+        STEPS=len(shares), REACH=7.5 if scheme.bits == 4 else 127.0, **_grid(scheme),
+        BFLOAT16=scheme.scale_dtype == "bfloat16", WIDTH=width, SPAN=span, ROWS=height,
+        PIECES=SEARCH_PIECES,
     )  # fmt: skip
     return scales
 
 
-def rtn(weight: Tensor, scales: Tensor, scheme: IntScheme) -> Tensor:
-    """rtn.rtn with scales [stack, groups, out]."""
-    stack, rows, columns = weight.shape
-    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    _kernels().round_codes[(stack * rows,)](
-        weight.contiguous(), scales, codes, rows, columns, scales.shape[1],
-        **_grid(scheme), SPAN=1 << (columns - 1).bit_length(), num_warps=8,
-    )  # fmt: skip
-    return codes
-
-
-def turned(stack: Tensor) -> Tensor:
-    """Returns stack [stack, rows, columns] as [stack, columns, rows], contiguous."""
+def turned(stack: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns stack [stack, rows, columns] as [stack, columns, rows], in `out` if given."""
     count, rows, columns = stack.shape
-    out = torch.empty((count, columns, rows), dtype=stack.dtype, device=stack.device)
+    if out is None:
+        out = torch.empty((count, columns, rows), dtype=stack.dtype, device=stack.device)
     _kernels().turn[(-(-columns // SIDE), -(-rows // SIDE), count)](
         stack.contiguous(), out, rows, columns, SIDE=SIDE
     )
@@ -83,14 +79,10 @@ def turned(stack: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """A stack being rounded, transposed: `weight` [stack, in, out], `scales` [stack, groups, out].
-
-    `gram` float32 [stack, in, in] is the mean of x' x.
-    """
+    """A stack being rounded, transposed: weight [stack, in, out], scales [stack, groups, out]."""
 
     weight: Tensor
     scales: Tensor
-    gram: Tensor
     scheme: IntScheme
 
     @property
@@ -108,110 +100,154 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Factored:
-    """What GPTQ needs of a stack's Grams: `gram` itself, the columns' order, M of gptq._feedback.
+class Mixture:
+    """Mean Grams of a stack, made anew where they are used: gptq.blend's, then with_ridge's.
 
-    `feedback` [stack, in, in] in the products' dtype, `corner` its diagonal blocks in float32;
-    `failed` bool [stack] where there was no factor.
+    `own` x `sums` + `share` x `layer`, `ridge` on the diagonal: sums [stack, in, in] and layer
+    [1, in, in] float32, the others [stack]. `diagonal` [stack, in] is what comes out there.
     """
 
-    gram: Tensor
+    sums: Tensor
+    layer: Tensor
+    own: Tensor
+    share: Tensor
+    ridge: Tensor
+    diagonal: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """Returns what damping is a share of [stack]."""
+        return positive_mean(self.diagonal)
+
+    def of(self, part: slice) -> Mixture:
+        mine = {name: value[part] for name, value in vars(self).items() if name != "layer"}
+        return Mixture(layer=self.layer, **mine)
+
+    def damped(self, damping: Tensor) -> Tensor:
+        """Returns the Grams with `damping` [stack] on the diagonal, in the products' dtype."""
+        stack, columns, _ = self.sums.shape
+        out = torch.empty_like(self.sums, dtype=operand(self.sums))
+        _factor_kernels().mix_grams[(stack, -(-columns // SPAN), columns)](
+            self.sums, self.layer, self.own, self.share, self.ridge + damping, out, columns,
+            SPAN=SPAN,
+        )  # fmt: skip
+        return out
+
+    def panel(self, order: Tensor, damping: Tensor, start: int, stop: int) -> Tensor:
+        """Returns rows start .. stop of the damped Grams in `order`, float32, from start on."""
+        stack, columns, _ = self.sums.shape
+        out = self.sums.new_empty((stack, stop - start, columns - start))
+        _factor_kernels().gather_panel[(stop - start, stack)](
+            self.sums, self.layer, self.own, self.share, self.ridge + damping, order, out,
+            columns, start, SIDE=stop - start, SPAN=1 << (columns - 1).bit_length(), num_warps=8,
+        )  # fmt: skip
+        return out
+
+
+def mixture(moments: Moments, part: slice, layer: Tensor, share: Tensor, ridge: float) -> Mixture:
+    """Returns the mean Grams of the entries in `part`, each with its share of the layer's."""
+    assert moments.gram is not None
+    sums, share = moments.gram[part], share[part]
+    own = (1 - share) / moments.tokens[part].to(sums.device).float().clamp(min=1)
+    mine, others = (gram.diagonal(dim1=1, dim2=2) for gram in (sums, layer))
+    diagonal = own.unsqueeze(1) * mine + share.unsqueeze(1) * others
+    added = ridge * positive_mean(diagonal)
+    return Mixture(sums, layer, own, share, added, diagonal + added.unsqueeze(1))
+
+
+@dataclass(frozen=True)
+class Factored:
+    """Mean Grams and what GPTQ needs of them: their factor with the most excited columns last.
+
+    `order` int32 [stack, in] is the columns' from the last that is rounded to the first. M of
+    gptq._feedback is, from j to an earlier i, upper[i, j] / upper[i, i]: `upper` [stack, in, in] in
+    the products' dtype, `corner` its diagonal blocks in float32; see solves.Factor. `failed` bool
+    [stack] where there was no factor.
+    """
+
+    grams: Mixture
     order: Tensor
-    feedback: Tensor
+    upper: Tensor
     corner: Tensor
-    mean: Tensor
     failed: Tensor
 
     def record(self, stream: torch.cuda.Stream) -> None:
         """Says that `stream` uses what another one made."""
-        for tensor in vars(self).values():
-            tensor.record_stream(stream)
+        for tensor in (*vars(self).values(), *vars(self.grams).values()):
+            if isinstance(tensor, Tensor):
+                tensor.record_stream(stream)
 
 
-def factor(gram: Tensor, damping: float, act_order: bool) -> Factored:
-    """Factors the Grams [stack, in, in] without waiting for the device."""
-    stack, columns, _ = gram.shape
-    found = Factored(
-        gram,
-        _order(gram, act_order),
-        torch.empty_like(gram, dtype=_operand(gram)),
-        gram.new_empty((stack, columns // BLOCK, BLOCK, BLOCK)),
-        diagonal_mean(gram),
-        torch.zeros(stack, dtype=torch.bool, device=gram.device),
-    )
-    _factor(found, slice(0, stack), damping * found.mean)
-    return found
+def factor(grams: Mixture, damping: float, act_order: bool) -> Factored:
+    """Factors mean Grams without waiting for the device."""
+    order = _order(grams.diagonal, act_order)
+    made = _factor(grams, order, damping * grams.mean)
+    return Factored(grams, order, made.upper[0], made.corner, made.failed)
 
 
 def gptq(problem: Problem, damping: float, factored: Factored) -> GptqResult:
-    """gptq.gptq; codes come back transposed, int8 [stack, in, out]."""
+    """gptq.gptq; codes come back transposed, int8 [stack, in, out], the damping on the CPU.
+
+    Two blocks a product, so that the GPU reads `errors` half as often.
+    """
     weight = problem.weight
     stack, columns, rows = weight.shape
     used = _escalate(factored, damping)
-    index = factored.order.unsqueeze(-1)
-    ordered = weight.gather(1, index.expand_as(weight))
-    group = (factored.order // problem.width).to(torch.int32)
-    errors = torch.empty_like(ordered, dtype=_operand(weight))
-    codes = torch.empty_like(ordered, dtype=torch.int8)
-    precise = weight.new_empty((stack, BLOCK, rows), dtype=torch.float32)
-    for start in range(0, columns, BLOCK):
-        before = factored.feedback[:, :start, start : start + BLOCK].transpose(1, 2)
-        fed = _product(before, errors[:, :start]) if start else torch.zeros_like(precise)
-        problem.launch(
-            _kernels().round_block, ROWS, fed, ordered, problem.scales, group,
-            factored.corner[:, start // BLOCK].contiguous(), errors, precise, codes, start,
-            **_grid(problem.scheme), MICRO=MICRO, DOT=ROUND_DOT,
-        )  # fmt: skip
-    unordered = torch.empty_like(codes)
-    unordered.scatter_(1, index.expand_as(codes), codes)
-    return GptqResult(unordered, used)
+    errors = torch.empty_like(weight, dtype=operand(weight))
+    codes = torch.empty_like(weight, dtype=torch.int8)
+    precise = torch.empty((stack, BLOCK, rows), dtype=torch.float32, device=weight.device)
+    for stop in range(columns, 0, -2 * BLOCK):
+        first = max(0, stop - 2 * BLOCK)
+        if stop == columns:
+            both = precise.new_zeros((stack, stop - first, rows))
+        else:
+            both = product(factored.upper[:, first:stop, stop:], errors[:, stop:])
+        for start in range(stop - BLOCK, first - 1, -BLOCK):
+            fed, end = both[:, start - first : start - first + BLOCK], start + BLOCK
+            if end < stop:
+                add_product(fed, factored.upper[:, start:end, end:stop], errors[:, end:stop])
+            problem.launch(
+                _kernels().round_block, ROWS, fed, fed.stride(0), weight, problem.scales,
+                factored.order, factored.corner, errors, precise, codes, start,
+                **_grid(problem.scheme), MICRO=MICRO, DOT=ROUND_DOT,
+            )  # fmt: skip
+    return GptqResult(codes, used)
 
 
-def descend(problem: Problem, codes: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+def descend(problem: Problem, codes: Tensor, grams: Mixture, rounds: int) -> tuple[Tensor, Tensor]:
     """descent.descend from transposed codes int8 [stack, in, out]; returns (codes, scales).
 
-    A round moves every code twice and refits every scale once, at two products of [out, in] with
-    [in, in] where a group is a block, four where it is a row.
+    A pass costs a product of [out, in] with [in, in]; where a group is a row, refitting two more.
     """
-    gram = _damped(problem.gram, DAMPING).to(_operand(problem.weight))
-    moving = Problem(problem.weight, problem.scales.clone(), gram, problem.scheme)
+    gram = grams.damped(DAMPING * grams.mean)
+    moving = Problem(problem.weight, problem.scales.clone(), problem.scheme)
     codes = codes.clone()
     difference = _difference(moving, codes)
     grouped = moving.width == BLOCK
     for _ in range(rounds):
-        for refit in (False, True):
-            _sweep(moving, codes, difference, refit and grouped)
+        for left in reversed(range(PASSES)):
+            _sweep(moving, codes, gram, difference, refit=grouped and not left)
         if not grouped:
-            _refit_rows(moving, codes, difference)
+            _refit_rows(moving, codes, gram, difference)
     return codes, moving.scales
 
 
-def _sweep(problem: Problem, codes: Tensor, difference: Tensor, refit: bool) -> None:
+def _sweep(problem: Problem, codes: Tensor, gram: Tensor, difference: Tensor, refit: bool) -> None:
     """One pass over all columns, in place: moves, and scales if `refit`."""
     stack, columns, rows = problem.weight.shape
-    changes = torch.empty(
-        (stack, BLOCK, rows), dtype=problem.gram.dtype, device=problem.gram.device
-    )
+    changes = torch.empty((stack, BLOCK, rows), dtype=gram.dtype, device=gram.device)
     kernels = _kernels()
     for start in range(0, columns, BLOCK):
         if start % (2 * BLOCK) == 0:  # twice the columns a product: the GPU reads `difference` half
-            both = _product(problem.gram[:, start : start + 2 * BLOCK], difference)
+            both = product(gram[:, start : start + 2 * BLOCK], difference)
             gradient = both[:, :BLOCK]
         else:
-            pairs = problem.gram[:, start : start + BLOCK, start - BLOCK : start]
-            gradient = both[:, BLOCK:].contiguous()
-            _add_product(gradient, pairs, changes)
+            gradient = both[:, BLOCK:]
+            add_product(gradient, gram[:, start : start + BLOCK, start - BLOCK : start], changes)
         common = (
-            gradient,
-            changes,
-            gradient.stride(0),
-            problem.weight,
-            problem.scales,
-            problem.gram,
-            difference,
-            codes,
-            start,
-        )
+            gradient, changes, gradient.stride(0), problem.weight, problem.scales, gram,
+            difference, codes, start,
+        )  # fmt: skip
         problem.launch(
             kernels.move_block, ROWS, *common,
             **_grid(problem.scheme), WIDTH=problem.width, DOT=MOVE_DOT,
@@ -220,19 +256,20 @@ def _sweep(problem: Problem, codes: Tensor, difference: Tensor, refit: bool) -> 
             problem.launch(
                 kernels.refit_block, REFIT_ROWS, *common,
                 BFLOAT16=problem.scheme.scale_dtype == "bfloat16", DOT=MOVE_DOT,
+                num_warps=REFIT_WARPS,
             )  # fmt: skip
 
 
-def _refit_rows(problem: Problem, codes: Tensor, difference: Tensor) -> None:
+def _refit_rows(problem: Problem, codes: Tensor, gram: Tensor, difference: Tensor) -> None:
     """Scales of whole rows to their least-squares value, in place."""
     slope = torch.zeros_like(problem.scales[:, 0])
     curvature = torch.zeros_like(slope)
-    values = codes.to(_operand(problem.weight))
+    values = codes.to(operand(problem.weight))
     for start in range(0, codes.shape[1], BLOCK):
         part = slice(start, start + BLOCK)
         q = codes[:, part].float()
-        slope += (_product(problem.gram[:, part], difference) * q).sum(1)
-        curvature += (_product(problem.gram[:, part], values) * q).sum(1)
+        slope += (product(gram[:, part], difference) * q).sum(1)
+        curvature += (product(gram[:, part], values) * q).sum(1)
     scale = problem.scales[:, 0]
     sign = scale.sign()
     wanted = sign * (scale - slope / curvature.clamp(min=1e-30))
@@ -244,7 +281,7 @@ def _refit_rows(problem: Problem, codes: Tensor, difference: Tensor) -> None:
 
 def _difference(problem: Problem, codes: Tensor) -> Tensor:
     """Rounded less the weight [stack, in, out], in the products' dtype."""
-    difference = torch.empty_like(problem.weight, dtype=_operand(problem.weight))
+    difference = torch.empty_like(problem.weight, dtype=operand(problem.weight))
     stack, columns, rows = problem.weight.shape
     height = 4 * ROWS
     _kernels().subtract_weight[(-(-rows // height), columns // BLOCK, stack)](
@@ -254,123 +291,39 @@ def _difference(problem: Problem, codes: Tensor) -> Tensor:
     return difference
 
 
-def _order(gram: Tensor, act_order: bool) -> Tensor:
-    diagonal = gram.diagonal(dim1=1, dim2=2)
+def _order(diagonal: Tensor, act_order: bool) -> Tensor:
+    """Returns the columns [stack, in] from the last that GPTQ rounds to the first."""
     if act_order:
-        return diagonal.argsort(dim=-1, descending=True, stable=True)
-    return torch.arange(gram.shape[-1], device=gram.device).expand(diagonal.shape)
+        found = diagonal.argsort(dim=-1, descending=True, stable=True)
+    else:
+        found = torch.arange(diagonal.shape[1], device=diagonal.device).expand(diagonal.shape)
+    return found.flip(1).to(torch.int32)
+
+
+def _factor(grams: Mixture, order: Tensor, damping: Tensor) -> solves.Factor:
+    def panels(start: int, stop: int) -> Tensor:
+        return grams.panel(order, damping, start, stop)
+
+    return solves.factor(panels, grams.sums)
 
 
 def _escalate(factored: Factored, damping: float) -> Tensor:
     """Factors again, with more damping, what failed; returns the damping used [stack]."""
-    used = torch.full_like(factored.mean, damping)
+    used = torch.full((len(factored.failed),), damping)
     for index in factored.failed.nonzero().flatten().tolist():
+        part = slice(index, index + 1)
+        grams = factored.grams.of(part)
         for _ in range(DAMPING_STEPS - 1):
             used[index] *= 10
-            part = slice(index, index + 1)
-            _factor(factored, part, used[part] * factored.mean[part])
-            if not bool(factored.failed[index]):
+            made = _factor(grams, factored.order[part], float(used[index]) * grams.mean)
+            if not bool(made.failed):
+                factored.upper[part], factored.corner[part] = made.upper[0], made.corner
                 break
         else:
             used[index] = torch.nan
-            factored.feedback[index] = torch.eye(factored.gram.shape[1], device=used.device)
-            factored.corner[index] = torch.eye(BLOCK, device=used.device)
+            factored.upper[index] = torch.eye(factored.upper.shape[1])
+            factored.corner[index] = torch.eye(BLOCK)
     return used
-
-
-def _factor(factored: Factored, part: slice, ridge: Tensor) -> None:
-    """Writes M of a part of the stack, and where factorising failed; `ridge` [part] is added.
-
-    A Cholesky factorisation in panels of all matrices at once, what earlier panels take off a later
-    one in _split products. 6144 columns took 1.9 ms a matrix of 16 and gave M to 2e-5, a 1/80 of
-    what its bfloat16 loses; the library's own took 4.7 ms one by one and 7.9 ms batched (H200).
-    """
-    damped = _reordered(factored.gram[part], factored.order[part].flip(1))
-    damped.diagonal(dim1=1, dim2=2).add_(ridge.unsqueeze(-1))
-    stack, columns, _ = damped.shape
-    feedback, corner = factored.feedback[part], factored.corner[part]
-    lower = tuple(torch.empty_like(damped, dtype=_operand(damped)) for _ in range(2))
-    failed = torch.zeros(stack, dtype=torch.bool, device=damped.device)
-    for start in range(0, columns, PANEL):
-        stop = min(start + PANEL, columns)
-        panel = damped[:, start:, start:stop].contiguous()
-        if start:
-            left = tuple(half[:, start:, :start] for half in lower)
-            _subtract(panel, left, tuple(h[:, : stop - start].transpose(1, 2) for h in left))
-        square, info = torch.linalg.cholesky_ex(panel[:, : stop - start])
-        eye = torch.eye(stop - start, device=damped.device).expand_as(square)
-        inverse = torch.linalg.solve_triangular(square, eye, upper=False).transpose(1, 2)
-        below = _split_product(_split(panel[:, stop - start :]), _split(inverse))
-        panel = torch.cat((square, below), 1)
-        for half, values in zip(lower, _split(panel), strict=True):
-            half[:, start:, start:stop] = values
-        diagonal = square.diagonal(dim1=1, dim2=2)  # what is nan below shows in a later one
-        failed |= (info != 0) | ~torch.isfinite(diagonal.sum(1))
-        # M = U diag(U)^-1 with U the reversed lower factor: divide columns, then reverse.
-        panel /= diagonal.unsqueeze(1)
-        reverse = panel.flip((1, 2))
-        feedback[:, : columns - start, columns - stop : columns - start] = reverse
-        blocks = reverse[:, columns - stop :].unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK))
-        corner[:, (columns - stop) // BLOCK : (columns - start) // BLOCK] = blocks.diagonal(
-            dim1=1, dim2=3
-        ).permute(0, 3, 1, 2)
-    factored.failed[part] = failed
-
-
-def _reordered(gram: Tensor, order: Tensor) -> Tensor:
-    """Returns gram [stack, in, in] with rows and columns in `order` [stack, in]."""
-    found = torch.empty_like(gram)
-    for one, matrix, place in zip(found, gram, order, strict=True):
-        torch.index_select(matrix.index_select(0, place), 1, place, out=one)
-    return found
-
-
-def _split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns float32 values as the sum of two of the products' dtype: 16 bits of bfloat16's."""
-    high = values.to(_operand(values))
-    return high, (values - high).to(high.dtype)
-
-
-def _split_product(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-    """Returns left x right of _split pairs, but for the product of the two small halves."""
-    total = _product(left[0], right[0])
-    if left[0].dtype != torch.float32:  # whose small halves are zero
-        for one, other in ((0, 1), (1, 0)):
-            _add_product(total, left[one], right[other])
-    return total
-
-
-def _subtract(total: Tensor, left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
-    """total -= left x right of _split pairs, as _split_product."""
-    exact = left[0].dtype == torch.float32
-    for one, other in ((0, 0),) if exact else ((0, 0), (0, 1), (1, 0)):
-        _add_product(total, left[one], right[other], -1)
-
-
-def _damped(gram: Tensor, share: float) -> Tensor:
-    damped = gram.clone()
-    damped.diagonal(dim1=1, dim2=2).add_(share * diagonal_mean(gram).unsqueeze(-1))
-    return damped
-
-
-def _operand(tensor: Tensor) -> torch.dtype:
-    """What products between blocks take: bfloat16 on a GPU; a CPU has no use for it."""
-    return torch.bfloat16 if tensor.is_cuda else torch.float32
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Batched product with float32 sums."""
-    if left.dtype == torch.float32:
-        return torch.bmm(left, right)
-    return torch.bmm(left, right, out_dtype=torch.float32)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1) -> None:
-    """total += scale x left x right, batched, with float32 sums."""
-    if left.dtype == torch.float32:
-        total.baddbmm_(left, right, alpha=scale)
-    else:
-        torch.baddbmm(total, left, right, alpha=scale, out_dtype=torch.float32, out=total)
 
 
 def _grid(scheme: IntScheme) -> dict[str, int]:
@@ -379,6 +332,12 @@ def _grid(scheme: IntScheme) -> dict[str, int]:
 
 def _kernels() -> ModuleType:
     """Triton is imported on use: it is not needed on a CPU."""
-    from calibrate import kernels
+    from calibrate.kernels import rounding
 
-    return kernels
+    return rounding
+
+
+def _factor_kernels() -> ModuleType:
+    from calibrate.kernels import factors
+
+    return factors

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from calibrate import rows
-from calibrate.rows import rms_norm as rms_norm
+from calibrate import row_gradients, rows
+from calibrate.row_gradients import exact_linear
+from calibrate.row_gradients import rms_norm as rms_norm
 from fused_ops.expert_gemm.reference import expert_gemm
 from fused_ops.lightning_indexer.reference import lightning_indexer
 from fused_ops.sparse_attention.reference import sparse_attention
@@ -121,7 +122,19 @@ def mlp_input(
     length: int = 0,
 ) -> Tensor:
     """Returns what a layer's MLP or experts read [tokens, hidden]; see decoder_layer."""
-    return _Run(config, weights, None, length).attended(hidden, offsets, indices)[1]
+    return after_attention(config, weights, hidden, offsets, indices, length)[1]
+
+
+def after_attention(
+    config: ModelConfig,
+    weights: Weights,
+    hidden: Tensor,
+    offsets: Tensor,
+    indices: Tensor | None,
+    length: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Returns (hidden states after the attention, mlp_input), both [tokens, hidden]."""
+    return _Run(config, weights, None, length).attended(hidden, offsets, indices)[:2]
 
 
 def mtp_input(config: ModelConfig, weights: Weights, embedded: Tensor, hidden: Tensor) -> Tensor:
@@ -151,8 +164,12 @@ class _Run:
         return self.weights.vectors[path]
 
     def linear(self, path: str, x: Tensor) -> Tensor:
-        grid = self.weights.activation[path]
-        y = F.linear(rows.round_activation(x, grid), self.weights.matrices[path])
+        if path in self.weights.coded:
+            whole = torch.arange(0, len(x) + 1, max(1, len(x)), device=x.device)
+            y = self.weights.coded[path].product(x, whole)
+        else:
+            rounded = rows.round_activation(x, self.weights.activation[path])
+            y = F.linear(rounded, self.weights.matrices[path])
         if self.observer is not None:
             self.observer.linear(path, x, y)
         return y
@@ -162,11 +179,11 @@ class _Run:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (hidden states after the attention, the same normed for the MLP, indices)."""
         eps = self.config.rms_norm_eps
-        compute = self.weights.matrices["self_attn.o_proj"].dtype  # the stream may be wider
+        compute = self.weights.matrices["self_attn.kv_b_proj"].dtype  # the stream may be wider
         normed = rms_norm(hidden, self.vector("input_layernorm.weight"), eps, compute)
         attention, indices = self.attention(normed, offsets, indices)
         weight = self.vector("post_attention_layernorm.weight")
-        return *rows.add_and_norm(hidden, attention, weight, eps, compute), indices
+        return *row_gradients.add_and_norm(hidden, attention, weight, eps, compute), indices
 
     def attention(
         self, x: Tensor, offsets: Tensor, indices: Tensor | None
@@ -186,21 +203,23 @@ class _Run:
         elif indices is None:
             raise ValueError("a layer without an indexer needs an earlier layer's indices")
         query = self.linear("self_attn.q_b_proj", q_latent)
-        query = query.unflatten(-1, (c.num_attention_heads, c.qk_head_dim))
-        q_nope, q_rope = query.split((c.qk_nope_head_dim, c.qk_rope_head_dim), -1)
         latent, k_rope = self.linear("self_attn.kv_a_proj_with_mqa", x).split(
             (c.kv_lora_rank, c.qk_rope_head_dim), -1
         )
         norm = self.vector("self_attn.kv_a_layernorm.weight")
         latent = rms_norm(latent, norm, c.latent_norm_eps)
         kv_b = self.weights.matrices["self_attn.kv_b_proj"]
-        kv_b = kv_b.view(c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
+        heads = c.num_attention_heads
+        kv_b = kv_b.view(heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
         w_key, w_value = kv_b.split((c.qk_nope_head_dim, c.v_head_dim), 1)
         k_rope = rotate(k_rope, angles)
         if length:
-            rows.rotate_heads(query, c.qk_nope_head_dim, angles)
+            query = row_gradients.rotate_heads(query, heads, c.qk_nope_head_dim, angles)
+            query = query.unflatten(-1, (heads, -1))
             values = attend_all(query, latent, k_rope, w_key, w_value, length)
             return self.linear("self_attn.o_proj", values), indices
+        query = query.unflatten(-1, (heads, -1))
+        q_nope, q_rope = query.split((c.qk_nope_head_dim, c.qk_rope_head_dim), -1)
         q_rope = rotate(q_rope, angles)
         absorbed = torch.einsum("thd,hdc->thc", q_nope, w_key)
         query = torch.cat((absorbed, q_rope), -1)
@@ -291,9 +310,7 @@ class _Run:
         """
         c = self.config
         gates, experts = self.route(x)
-        chosen, order = experts.flatten().to(torch.int16).sort(stable=True)
-        ends = torch.arange(c.n_routed_experts + 1, dtype=torch.int16, device=x.device)
-        offsets = torch.searchsorted(chosen, ends)
+        order, offsets = by_expert(experts, c.n_routed_experts)
         tokens = order // experts.shape[1]
         both = self.expert_gemm(names.GATE_UP, x, offsets, tokens, gather=True)
         inner = rows.swiglu(both)
@@ -312,6 +329,12 @@ class _Run:
         self, path: str, x: Tensor, offsets: Tensor, tokens: Tensor, gather: bool = False
     ) -> Tensor:
         """One product of a stack; with `gather`, rows of x are still the tokens' own, unsorted."""
+        if path in self.weights.coded:
+            y = self.weights.coded[path].product(x, offsets, tokens if gather else None)
+            if self.observer is not None:
+                x = x.index_select(0, tokens) if gather else x
+                self.observer.experts(path, x, offsets, y, tokens)
+            return y
         grid = self.weights.activation[path]
         weight = self.weights.matrices[path]
         rounded = rows.round_activation(x, grid)
@@ -324,22 +347,35 @@ class _Run:
         return y
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (float32 gates, experts), both [tokens, experts a token].
-
-        The correction bias chooses but does not weigh, and never leaves float32: in bfloat16 its
-        values collapse onto a handful and most tokens are rerouted.
-        """
-        c = self.config
-        logits = _exact_linear(x, self.weights.matrices["mlp.gate"])
-        scores = logits.sigmoid()
-        biased = scores + self.vector("mlp.gate.e_score_correction_bias")
-        experts = biased.topk(c.num_experts_per_tok, -1).indices
-        gates = scores.gather(1, experts)
-        if c.norm_topk_prob:
-            gates = gates / (gates.sum(-1, keepdim=True) + ROUTER_NORM_EPS)
+        """Returns choose()'s (gates, experts) for x [tokens, hidden]."""
+        logits = exact_linear(x, self.weights.matrices["mlp.gate"])
         if self.observer is not None:
             self.observer.linear("mlp.gate", x, logits)
-        return gates * c.routed_scaling_factor, experts
+        return choose(self.config, logits, self.vector("mlp.gate.e_score_correction_bias"))
+
+
+def choose(config: ModelConfig, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (float32 gates, experts), both [tokens, experts a token], of a router's logits.
+
+    The correction bias chooses but does not weigh, and never leaves float32: in bfloat16 its
+    values collapse onto a handful and most tokens are rerouted.
+    """
+    scores = logits.sigmoid()
+    experts = (scores + bias).topk(config.num_experts_per_tok, -1).indices
+    gates = scores.gather(1, experts)
+    if config.norm_topk_prob:
+        gates = gates / (gates.sum(-1, keepdim=True) + ROUTER_NORM_EPS)
+    return gates * config.routed_scaling_factor, experts
+
+
+def by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the order that sorts the choices [tokens, choices] by expert, and their offsets.
+
+    `order` int64 [tokens x choices] numbers them token by token; `offsets` [count + 1].
+    """
+    chosen, order = experts.flatten().to(torch.int16).sort(stable=True)
+    ends = torch.arange(count + 1, dtype=torch.int16, device=experts.device)
+    return order, torch.searchsorted(chosen, ends)
 
 
 def _rows_of(x: Tensor, tokens: Tensor) -> Tensor:
@@ -350,13 +386,6 @@ def _rows_of(x: Tensor, tokens: Tensor) -> Tensor:
     place[tokens.argsort(stable=True)] = torch.arange(len(tokens), device=x.device)
     copies = x.unsqueeze(1).expand(-1, len(tokens) // len(x), -1).flatten(0, 1)
     return copies.index_select(0, place)
-
-
-def _exact_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns float32 x weight'; of bfloat16 every product is exact, and summed in float32."""
-    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and not torch.is_grad_enabled():
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
-    return F.linear(x.float(), weight.float())
 
 
 def attend_all(
@@ -370,8 +399,7 @@ def attend_all(
     heads, nope, _ = w_key.shape
     rope = query.shape[-1] - nope
     padded = F.pad(w_key, (0, 0, 0, rope))  # the product leaves room for the rotated features
-    key = F.linear(latent, padded.flatten(0, 1)).unflatten(-1, (heads, -1))
-    key[..., nope:] = k_rope.unsqueeze(1)
+    key = row_gradients.keys(latent, k_rope, padded)
     value = F.linear(latent, w_value.flatten(0, 1)).unflatten(-1, (heads, -1))
     query, key, value = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (query, key, value))
     output = F.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from calibrate import batched
 from calibrate.descent import descend
 from calibrate.gptq import blend, gptq, layer_mean, pooled_share, with_ridge
 from calibrate.observe import Folded, Moments
+from calibrate.products import Stack
 from calibrate.ranks import ALONE, Ranks
 from calibrate.rtn import rtn, search_scale
 from glm5q import quant
@@ -21,9 +22,8 @@ from glm5q.types import (
     ActivationGrid,
     CodedScheme,
     Fallback,
-    IntScheme,
 )
-from recipes.schema import Clip, Gptq, Rtn
+from recipes.schema import Gptq, Rtn
 
 STACK_ELEMENTS = 1 << 28  # weights of a stack worked on at once: 1 GB as float32
 FOLD_BAR = 0.9  # of the squared error without: a fold that wins less on few tokens, wins nothing
@@ -57,13 +57,13 @@ class Candidates:
     def weight(self, method: str) -> Tensor:
         return quant.dequantize(self.codes[method], self.scales[method])
 
-    def to_measure(self, dtype: torch.dtype) -> dict[str, Tensor | Codes | Folded]:
-        """Returns the candidates by method, dequantized unless that is for a part at a time."""
-        found: dict[str, Tensor | Codes | Folded] = {}
+    def to_measure(self, dtype: torch.dtype) -> dict[str, Tensor | Stack | Folded]:
+        """Returns the candidates by method, dequantized but for large stacks on a GPU."""
+        found: dict[str, Tensor | Stack | Folded] = {}
         for method, codes in self.codes.items():
-            rounded: Tensor | Codes
+            rounded: Tensor | Stack
             if codes.is_cuda and len(codes) > 1:
-                rounded = self.taken(codes, self.scales[method])
+                rounded = Stack.of(self.taken(codes, self.scales[method]))
             else:
                 rounded = self.weight(method).to(dtype)
             fold = self.folds.get(method)
@@ -111,7 +111,7 @@ def find_candidates(
     groups = stack.shape[-1] // quant.group_columns(stack.shape[-1], scheme.group_size)
     codes = {m: torch.empty(stack.shape, dtype=torch.int8, device=stack.device) for m in methods}
     scales = {m: stack.new_empty((*stack.shape[:2], groups), dtype=torch.float32) for m in methods}
-    damping = torch.zeros(stack.shape[0], device=stack.device)
+    damping = torch.zeros(stack.shape[0])
     layer_gram, share = None, None
     if isinstance(wanted, Gptq):
         layer_gram, share = layer_mean(moments, ranks), pooled_share(moments, wanted.pooling)
@@ -119,18 +119,17 @@ def find_candidates(
     parts = _parts(ranks.mine(stack.shape[0]), stack)
     while parts:
         try:
-            tries = _tries(stack, moments, layer_gram, share, wanted, plan.descent, parts)
-            for found, used in tries:
-                part = parts.pop(0)
-                damping[part] = used
-                for method, (method_codes, method_scale) in found.items():
-                    codes[method][part], scales[method][part] = method_codes, method_scale
+            found = {method: (codes[method], scales[method]) for method in methods}
+            tries = _tries(stack, moments, layer_gram, share, wanted, plan.descent, parts, found)
+            for used in tries:
+                damping[parts.pop(0)] = used
         except torch.OutOfMemoryError:
             if parts[0].stop - parts[0].start == 1:
                 raise
             parts = _halved(layer, path, parts, plan)
         if parts and torch.cuda.is_available():
             torch.cuda.empty_cache()
+    damping = damping.to(stack.device)
     for tensor in (*codes.values(), *scales.values(), damping):
         ranks.complete(tensor)
     if isinstance(wanted, Gptq):
@@ -138,7 +137,7 @@ def find_candidates(
     return Candidates(scheme, codes, scales)
 
 
-Tried = dict[str, tuple[Tensor, Tensor]]  # by method: codes [part, out, in], scale
+Tried = dict[str, tuple[Tensor, Tensor]]  # by method: codes [part, out, in], scale, to write to
 
 
 def _parts(mine: range, stack: Tensor) -> list[slice]:
@@ -165,8 +164,9 @@ def _tries(
     wanted: Rtn | Gptq,
     descent: int,
     parts: Sequence[slice],
-) -> Iterator[tuple[Tried, Tensor]]:
-    """Yields each part's candidates and the damping used.
+    found: Tried,
+) -> Iterator[Tensor]:
+    """Writes each part's candidates to `found` and yields the damping used.
 
     On a GPU the next part's Grams are factored beside this part's rounding: factoring leaves most
     of the chip idle.
@@ -174,29 +174,28 @@ def _tries(
 
     parts = tuple(parts)
 
-    def gram(part: slice) -> Tensor | None:
-        if layer_gram is None or share is None:
-            return None
-        grams = blend(moments, part, layer_gram, share)
-        return grams if isinstance(wanted, Rtn) else with_ridge(grams, wanted.ridge)
+    def into(part: slice) -> Tried:
+        return {method: (codes[part], scale[part]) for method, (codes, scale) in found.items()}
 
     if not batched.fits(stack, wanted.scheme()):
         for part in parts:
-            yield _try(stack[part], moments.square[part], gram(part), wanted, descent)
+            gram = None
+            if layer_gram is not None and share is not None and isinstance(wanted, Gptq):
+                gram = with_ridge(blend(moments, part, layer_gram, share), wanted.ridge)
+            yield _try(stack[part], moments.square[part], gram, wanted, descent, into(part))
         return
     beside = torch.cuda.Stream(stack.device) if stack.is_cuda else None
+    counted = replace(moments, tokens=moments.tokens.to(stack.device))
 
     def factored(part: slice) -> batched.Factored | None:
-        grams = gram(part)
-        if grams is None or not isinstance(wanted, Gptq):
+        if layer_gram is None or share is None or not isinstance(wanted, Gptq):
             return None
-        if beside is None:
-            return batched.factor(grams, wanted.damping, wanted.act_order)
-        beside.wait_stream(torch.cuda.current_stream())
-        grams.record_stream(beside)
         with torch.cuda.stream(beside):
+            grams = batched.mixture(counted, part, layer_gram, share, wanted.ridge)
             return batched.factor(grams, wanted.damping, wanted.act_order)
 
+    if beside is not None:
+        beside.wait_stream(torch.cuda.current_stream())
     ahead = factored(parts[0]) if parts else None
     for index, part in enumerate(parts):
         if beside is not None and ahead is not None:
@@ -204,25 +203,42 @@ def _tries(
             ahead.record(torch.cuda.current_stream())
         current = ahead
         ahead = factored(parts[index + 1]) if index + 1 < len(parts) else None
-        yield _try_batched(stack[part], moments.square[part], current, wanted, descent)
+        yield _try_batched(stack[part], moments.square[part], current, wanted, descent, into(part))
 
 
 def _try(
-    weight: Tensor, square: Tensor, gram: Tensor | None, wanted: Rtn | Gptq, descent: int
-) -> tuple[Tried, Tensor]:
-    """Returns the candidates of a part of a stack, and the damping used [part]."""
+    weight: Tensor,
+    square: Tensor,
+    gram: Tensor | None,
+    wanted: Rtn | Gptq,
+    descent: int,
+    found: Tried,
+) -> Tensor:
+    """Writes the candidates of a part of a stack, and returns the damping used [part]."""
     scheme = wanted.scheme()
     square = square if gram is None else gram.diagonal(dim1=1, dim2=2)
     scale = search_scale(weight, square, scheme, wanted.clip)
-    tried = {"rtn": (rtn(weight, scale, scheme), scale)}
+    _write(found["rtn"], rtn(weight, scale, scheme), scale)
     if gram is None or not isinstance(wanted, Gptq):
-        return tried, torch.zeros(len(weight))
+        return torch.zeros(len(weight))
     result = gptq(weight, scale, gram, scheme, wanted.damping, wanted.act_order)
-    found = result.codes, scale
     if not descent:
-        return tried | {"gptq": found}, result.damping
-    descended = descend(weight, result.codes, scale, gram, scheme, descent)
-    return tried | {"descent": _where_factored(result.damping, descended, found)}, result.damping
+        _write(found["gptq"], result.codes, scale)
+        return result.damping
+    codes, refitted = descend(weight, result.codes, scale, gram, scheme, descent)
+    # What has no factor may hold nan, which descent would turn into codes.
+    failed = result.damping.isnan().view(-1, 1, 1)
+    _write(
+        found["descent"],
+        torch.where(failed, result.codes, codes),
+        torch.where(failed, scale, refitted),
+    )
+    return result.damping
+
+
+def _write(place: tuple[Tensor, Tensor], codes: Tensor, scale: Tensor) -> None:
+    for old, new in zip(place, (codes, scale), strict=True):
+        old.copy_(new)
 
 
 def _try_batched(
@@ -231,55 +247,27 @@ def _try_batched(
     factored: batched.Factored | None,
     wanted: Rtn | Gptq,
     descent: int,
-) -> tuple[Tried, Tensor]:
+    found: Tried,
+) -> Tensor:
     """As _try, all matrices of the part in one launch; theirs lie transposed in between."""
     scheme = wanted.scheme()
-    square = square if factored is None else factored.gram.diagonal(dim1=1, dim2=2)
-    scales = _searched(weight, square, scheme, wanted.clip)
-    scale = scales.transpose(1, 2)
-    tried = {"rtn": (batched.rtn(weight, scales, scheme), scale)}
+    square = square if factored is None else factored.grams.diagonal
+    codes, scale = found["rtn"]
+    scales = batched.search(weight, square, scheme, wanted.clip, codes)
+    scale.copy_(scales.transpose(1, 2))
     if factored is None or not isinstance(wanted, Gptq):
-        return tried, torch.zeros(len(weight), device=weight.device)
-    problem = batched.Problem(batched.turned(weight), scales, factored.gram, scheme)
+        return torch.zeros(len(weight))
+    problem = batched.Problem(batched.turned(weight), scales, scheme)
     result = batched.gptq(problem, wanted.damping, factored)
-    found = batched.turned(result.codes), scale
-    if not descent:
-        return tried | {"gptq": found}, result.damping
-    codes, refitted = batched.descend(problem, result.codes, descent)
-    descended = batched.turned(codes), refitted.transpose(1, 2)
-    return tried | {"descent": _where_factored(result.damping, descended, found)}, result.damping
-
-
-def _searched(weight: Tensor, square: Tensor, scheme: IntScheme, clip: Clip) -> Tensor:
-    """rtn.search_scale by the batched kernel, which knows positive scales [stack, groups, out]."""
-    scales = batched.search_scale(weight, square, scheme, clip)
-    if not clip.signed:
-        return scales
-    turned = -batched.search_scale(-weight, square, scheme, clip)
-    errors = [_clip_error(weight, square, s.transpose(1, 2), scheme) for s in (scales, turned)]
-    return torch.where((errors[1] < errors[0]).transpose(1, 2), turned, scales)
-
-
-def _clip_error(weight: Tensor, square: Tensor, scale: Tensor, scheme: IntScheme) -> Tensor:
-    """What search_scale minimises [stack, out, groups], a matrix of the stack at a time."""
-    found = torch.empty_like(scale)
-    for index, (matrix, step) in enumerate(zip(weight, scale, strict=True)):
-        rounded = quant.dequantize(quant.quantize(matrix, step, scheme), step)
-        error = (rounded - matrix.float()).square() * square[index]
-        found[index] = quant.grouped(error, scheme.group_size).sum(-1)
-    return found
-
-
-def _where_factored(
-    damping: Tensor, after: tuple[Tensor, Tensor], before: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Returns codes and scales after descent, before it where GPTQ gave a Gram up: `damping` nan.
-
-    What has no factor may hold nan, which descent would turn into codes.
-    """
-    failed = damping.isnan().view(-1, 1, 1)
-    codes, scale = (torch.where(failed, b, a) for a, b in zip(after, before, strict=True))
-    return codes, scale
+    codes = result.codes
+    if descent:
+        codes, scales = batched.descend(problem, codes, factored.grams, descent)
+        for index in result.damping.isnan().nonzero().flatten().tolist():  # on the CPU
+            codes[index], scales[index] = result.codes[index], problem.scales[index]
+    done, scale = found["descent" if descent else "gptq"]
+    batched.turned(codes, done)
+    scale.copy_(scales.transpose(1, 2))
+    return result.damping
 
 
 def _report_pooling(

@@ -21,6 +21,7 @@ from calibrate.block import LayerOutput, Observer, mlp_input
 from calibrate.job import Job, Place
 from calibrate.observe import ROUTER
 from calibrate.ranks import Ranks
+from calibrate.rows import add_grams, adds_grams, mirror_grams
 from calibrate.states import States, advance, chunks, forward
 from glm5q import names
 from glm5q.config import ModelConfig
@@ -54,14 +55,19 @@ class Inputs:
         return cls(square, square.clone(), square.new_zeros((), dtype=torch.float64))
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        change = (y.float() - x.float()).to(x.dtype)
-        self.gram.add_(summed(x, x))
-        self.cross.add_(summed(x, change))
+        change = y - x
+        if adds_grams(x):  # one half, until of_all
+            add_grams(x, torch.tensor([0, len(x)], device=x.device), self.gram.unsqueeze(0))
+        else:
+            add_product(self.gram, x, x)
+        add_product(self.cross, x, change)
         self.square.add_(torch.linalg.vector_norm(change, dtype=torch.float32).double().square())
 
     def of_all(self, ranks: Ranks) -> Inputs:
         """Returns the sums over all ranks' tokens, in float32; every rank has them then."""
         gram, cross = (ranks.add(total).float() for total in (self.gram, self.cross))
+        if gram.is_cuda:
+            mirror_grams(gram.unsqueeze(0))
         return Inputs(gram, cross, ranks.add(self.square))
 
     def best_share(self, change: Tensor) -> tuple[float, float]:
@@ -127,7 +133,7 @@ def expert_input(config: ModelConfig, weights: Weights, states: States, windows:
     device = next(iter(weights.vectors.values())).device
     for number, part in chunks(states):
         if windows.start <= part.start < windows.stop:
-            hidden = states.hidden[part].to(device).flatten(0, 1)
+            hidden = states.on(device, part).flatten(0, 1)
             offsets = torch.arange(part.stop - part.start + 1, device=device) * length
             indices = None if states.indices is None else states.indices[number].to(device)
             with torch.no_grad():
@@ -178,8 +184,9 @@ def source_outputs(config: ModelConfig, layer: Layer, job: Job, place: Place) ->
         part = outputs[windows.start - held_out.start : windows.stop - held_out.start]
         part.copy_(output.hidden.view(part.shape))
 
-    weights = runnable(layer, place.dtype, place.device)
-    forward(config, weights, states, None, held_out, store)
+    with job.stage(STAGE, place):
+        weights = runnable(layer, place.dtype, place.device)
+        forward(config, weights, states, None, held_out, store)
     return outputs
 
 
@@ -200,11 +207,12 @@ def turned(stack: Tensor, change: Tensor, dtype: torch.dtype) -> Tensor:
     return made
 
 
-def summed(left: Tensor, right: Tensor) -> Tensor:
-    """Returns float32 left' right, summed over rows; products of bfloat16 are exact in it."""
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left' right, summed over rows; products of bfloat16 are exact in float32."""
     if left.is_cuda and left.dtype == torch.bfloat16:
-        return torch.mm(left.T, right, out_dtype=torch.float32)
-    return left.float().T @ right.float()
+        torch.addmm(total, left.T, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left.float().T @ right.float()
 
 
 def _inner(one: Tensor, other: Tensor) -> float:

@@ -14,6 +14,7 @@ from glm5q import quant
 from glm5q.types import IntScheme
 
 BLOCK = 32  # columns moved before the gradient of the others is brought up to date
+PASSES = 2  # over all codes a round, before its scales are refitted
 DAMPING = 0.003  # of the mean diagonal: enough that a column nobody excites stays where it is
 
 
@@ -22,8 +23,8 @@ def descend(
 ) -> tuple[Tensor, Tensor]:
     """Returns (codes int8 [stack, out, in], scale float32 [stack, out, groups]) of no larger error.
 
-    Each round moves every code twice and refits every scale once. `gram` [stack, in, in] is the
-    mean of x' x. Costs three products of [out, in] with [in, in] a round.
+    Each round moves every code PASSES times and refits every scale once. `gram` [stack, in, in] is
+    the mean of x' x. Costs PASSES + 1 products of [out, in] with [in, in] a round.
     """
     weight = weight.float()
     columns = gram.shape[-1]
@@ -31,7 +32,7 @@ def descend(
         columns, device=gram.device
     )
     for _ in range(rounds):
-        for _ in range(2):
+        for _ in range(PASSES):
             codes = _move_codes(weight, codes, scale, damped, scheme)
         scale = _refit_scales(weight, codes, scale, damped, scheme)
     return codes, scale

@@ -137,7 +137,12 @@ def _round_block(
 
 def diagonal_mean(gram: Tensor) -> Tensor:
     """Returns what damping is a share of, [stack]: the diagonal's mean, 1 if that is 0."""
-    mean = gram.diagonal(dim1=1, dim2=2).mean(-1)
+    return positive_mean(gram.diagonal(dim1=1, dim2=2))
+
+
+def positive_mean(diagonal: Tensor) -> Tensor:
+    """Returns diagonal_mean of Grams with `diagonal` [stack, in]."""
+    mean = diagonal.mean(-1)
     return torch.where(mean > 0, mean, torch.ones_like(mean))
 
 

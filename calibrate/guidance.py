@@ -18,15 +18,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from calibrate.block import LayerOutput, Observer, decoder_layer, rms_norm
+from calibrate import rows
+from calibrate.block import Observer, after_attention, decoder_layer, rms_norm
+from calibrate.mixture_gradient import mixture_gradient
+from calibrate.row_gradients import exact_linear
 from calibrate.shares import IN_MEMORY, Store
 from calibrate.states import (
     DEVICE_STATE_BYTES,
-    FLOAT32_CHUNK_TOKENS,
     Progress,
     States,
     advance,
     embed,
+    land,
+    moved,
     room,
     silent,
 )
@@ -36,7 +40,7 @@ from glm5q.layer import Weights, runnable
 from glm5q.stream import LayerSource, layers
 
 SEED = 0  # of the tokens drawn from the model
-GRADIENT_TOKENS = 16384  # of which a GPU takes gradients at once: 20 GB of a graph at full size
+GRADIENT_TOKENS = 16384  # of which a GPU takes gradients at once: 7 GB; more is no faster
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,8 @@ def guide(
     """
     config = source.config
     total = 2 * config.num_hidden_layers
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    states, inputs = embed(source, tokens, device, FLOAT32_CHUNK_TOKENS), []
+    dtype = _dtype(device)
+    states, inputs = embed(source, tokens, device), []
     for layer in layers(source.layer, range(config.num_hidden_layers)):
         progress(f"guidance, layer {layer.number}", layer.number, total)
         inputs.append(_kept(states, config.num_hidden_layers, store))
@@ -96,6 +100,11 @@ def guide(
         inputs.pop()
         guidance.append(found)
     return guidance[::-1]
+
+
+def _dtype(device: str) -> torch.dtype:
+    """What a device multiplies in."""
+    return torch.bfloat16 if device.startswith("cuda") else torch.float32
 
 
 def _kept(states: States, layers: int, store: Store) -> States:
@@ -114,14 +123,15 @@ def _loss_gradient(source: LayerSource, hidden: Tensor, device: str, store: Stor
     """Returns the gradient of -log p(drawn token) before the final norm, shaped as `hidden`."""
     config = source.config
     tied = config.tie_word_embeddings
-    head = source.top_tensor(names.EMBEDDING if tied else names.LM_HEAD).float().to(device)
+    dtype = _dtype(device)
+    head = source.top_tensor(names.EMBEDDING if tied else names.LM_HEAD).to(device, dtype)
     norm = source.top_tensor(names.FINAL_NORM).to(device)
     generator = torch.Generator(device=device).manual_seed(SEED)
     gradient = room(hidden.shape, device, store)
     for window in range(hidden.shape[0]):
         x = hidden[window].detach().to(device).requires_grad_()
         with torch.enable_grad():
-            logits = F.linear(rms_norm(x, norm, config.rms_norm_eps), head)
+            logits = exact_linear(rms_norm(x, norm, config.rms_norm_eps, dtype), head)
             drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
             loss = F.cross_entropy(logits, drawn.squeeze(1), reduction="sum")
         gradient[window] = torch.autograd.grad(loss, x)[0]
@@ -129,13 +139,26 @@ def _loss_gradient(source: LayerSource, hidden: Tensor, device: str, store: Stor
 
 
 class _Outputs(Observer):
-    """An Observer that keeps expert products' outputs, and which tokens' they are."""
+    """An Observer that keeps expert products' outputs."""
 
     def __init__(self) -> None:
-        self.products: dict[str, tuple[Tensor, Tensor]] = {}
+        self.products: dict[str, Tensor] = {}
 
-    def experts(self, path: str, _x: Tensor, _o: Tensor, y: Tensor, tokens: Tensor) -> None:
-        self.products[path] = (y, tokens)
+    def experts(self, path: str, _x: Tensor, _o: Tensor, y: Tensor, _tokens: Tensor) -> None:
+        self.products[path] = y
+
+
+@dataclass(frozen=True)
+class _Slopes:
+    """Gradients of a few windows: at the layer's input `x` [tokens, hidden], and as squares.
+
+    `squares[path]` [tokens, k] are means over an expert product's output, of the `experts` chosen,
+    None where there are no routed ones.
+    """
+
+    x: Tensor
+    experts: Tensor | None
+    squares: dict[str, Tensor]
 
 
 def backward(
@@ -145,31 +168,59 @@ def backward(
 
     `gradient` [windows, sequence_length, hidden] is at its output, and written over.
     """
-    windows, length, _ = states.hidden.shape
+    windows, length, _ = gradient.shape
+    device = next(iter(weights.vectors.values())).device
+    on_gpu = device.type == "cuda"
+    inputs = replace(states, chunk_tokens=GRADIENT_TOKENS if on_gpu else length, share=None)
+    outputs = States(gradient, chunk_tokens=inputs.chunk_tokens)
+    landing = torch.cuda.Stream(device) if on_gpu and not gradient.is_cuda else None
     chosen: list[Tensor] = []
     squares: dict[str, list[Tensor]] = {}
-    device = next(iter(weights.vectors.values())).device
-    for part in _parts(windows, length, device):
-        count = part.stop - part.start
-        x = states.hidden[part].detach().flatten(0, 1).to(device).requires_grad_()
-        offsets = torch.arange(count + 1, device=device) * length
-        seen = _Outputs()
-        with torch.enable_grad(), _repeatable():
-            indices = _indices_of(states, part, length)
-            indices = None if indices is None else indices.to(device)
-            output = decoder_layer(config, weights, x, offsets, indices, seen, length)
-            wanted = [x, *(y for y, _ in seen.products.values())]
-            after = gradient[part].to(device).flatten(0, 1)
-            found = torch.autograd.grad(output.hidden, wanted, after)
-        gradient[part] = found[0].view(count, length, -1)
-        if output.experts is not None:
-            chosen.append(output.experts.to(torch.int16).cpu())
-            _collect(output, seen, found[1:], squares)
+    both = (moved(part, range(windows), device) for part in (inputs, outputs))
+    for (_, part, hidden), (_, _, after) in zip(*both, strict=True):
+        indices = _indices_of(states, part, length, device)
+        after = after.flatten(0, 1)
+        found = _slopes(config, weights, hidden.flatten(0, 1), indices, after, length)
+        land(gradient[part], found.x, landing)
+        if found.experts is not None:
+            chosen.append(found.experts.to(torch.int16))
+        for path, square in found.squares.items():
+            squares.setdefault(path, []).append(square)
+    if landing is not None:
+        landing.synchronize()
     if not chosen:
         return gradient, None
     joined = {path: torch.cat(parts) for path, parts in squares.items()}
-    normalised = {path: weight / weight.mean() for path, weight in joined.items()}
-    return gradient, Guidance(torch.cat(chosen), normalised)
+    normalised = {path: (weight / weight.mean()).cpu() for path, weight in joined.items()}
+    return gradient, Guidance(torch.cat(chosen).cpu(), normalised)
+
+
+def _slopes(
+    config: ModelConfig,
+    weights: Weights,
+    hidden: Tensor,
+    indices: Tensor | None,
+    after: Tensor,
+    length: int,
+) -> _Slopes:
+    """Returns the gradients of a layer whose output's is `after`, both [tokens, hidden]."""
+    x = hidden.detach().requires_grad_()
+    offsets = torch.arange(len(x) // length + 1, device=x.device) * length
+    if "mlp.gate" in weights.matrices and rows.fused(hidden):
+        with torch.enable_grad(), _repeatable():
+            outputs = after_attention(config, weights, x, offsets, indices, length)
+        mixture = mixture_gradient(config, weights, outputs[1].detach(), after)
+        with _repeatable():
+            (slope,) = torch.autograd.grad(outputs, x, (after, mixture.x))
+        return _Slopes(slope, mixture.experts, mixture.squares)
+    seen = _Outputs()
+    with torch.enable_grad(), _repeatable():
+        output = decoder_layer(config, weights, x, offsets, indices, seen, length)
+        wanted = [x, *seen.products.values()]
+        slope, *slopes = torch.autograd.grad(output.hidden, wanted, after)
+    if output.experts is None:
+        return _Slopes(slope, None, {})
+    return _Slopes(slope, output.experts, _squares(output.experts, seen, slopes))
 
 
 @contextmanager
@@ -189,30 +240,24 @@ def _repeatable() -> Iterator[None]:
         settings.fill_uninitialized_memory = filled
 
 
-def _parts(windows: int, length: int, device: torch.device) -> Iterator[slice]:
-    """Yields the windows whose gradients are taken at once: one, but on a GPU GRADIENT_TOKENS."""
-    step = max(1, GRADIENT_TOKENS // length) if device.type == "cuda" else 1
-    for start in range(0, windows, step):
-        yield slice(start, min(start + step, windows))
-
-
-def _collect(
-    output: LayerOutput,
-    seen: _Outputs,
-    gradients: tuple[Tensor, ...],
-    squares: dict[str, list[Tensor]],
-) -> None:
-    """Adds each path's mean squared gradient [tokens, k], unsorted from expert order."""
-    assert output.experts is not None
-    order = output.experts.flatten().argsort(stable=True)
-    for path, slope in zip(seen.products, gradients, strict=True):
+def _squares(experts: Tensor, seen: _Outputs, slopes: list[Tensor]) -> dict[str, Tensor]:
+    """Returns each path's mean squared gradient [tokens, k], unsorted from expert order."""
+    order = experts.flatten().argsort(stable=True)
+    found = {}
+    for path, slope in zip(seen.products, slopes, strict=True):
         flat = torch.empty(len(order), device=slope.device)
         flat[order] = slope.float().square().mean(-1)
-        squares.setdefault(path, []).append(flat.view(output.experts.shape).cpu())
+        found[path] = flat.view(experts.shape)
+    return found
 
 
-def _indices_of(states: States, windows: slice, length: int) -> Tensor | None:
+def _indices_of(states: States, windows: slice, length: int, device: torch.device) -> Tensor | None:
     """A few windows' part of the shared indices."""
     if states.indices is None:
         return None
-    return torch.cat(states.indices)[windows.start * length : windows.stop * length]
+    first, last = windows.start * length, windows.stop * length
+    found = []
+    for chunk in states.indices:
+        found.append(chunk[max(first, 0) : max(last, 0)])
+        first, last = first - len(chunk), last - len(chunk)
+    return torch.cat(found).to(device)

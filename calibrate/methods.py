@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from calibrate.up_down import made_up_for, with_folds
 from glm5q import names, quant
 from glm5q.config import ModelConfig
 from glm5q.errors import RecipeError
-from glm5q.layer import Codes, Fold, Layer, Weights
+from glm5q.layer import AT_ONCE, Codes, Fold, Layer, Weights
 from glm5q.types import (
     ExpertResult,
     Fallback,
@@ -147,16 +147,25 @@ def choose(
         best = table.argmin(0)
         best = torch.where(errors.reference[path] > 0, best, table.sum(1).argmin())
         methods[path] = [order[index] for index in best.tolist()]
-        codes = torch.empty_like(candidates.codes[order[0]])
-        scale = torch.empty_like(candidates.scales[order[0]])
-        for index, method in enumerate(methods[path]):
-            codes[index] = candidates.codes[method][index]
-            scale[index] = candidates.scales[method][index]
+        codes = _picked([candidates.codes[method] for method in order], best)
+        scale = _picked([candidates.scales[method] for method in order], best)
         if path not in (names.GATE_UP, names.DOWN):
             codes, scale = codes[0], scale[0]
         matrices[path] = candidates.taken(codes, scale)
     layer = smoothed(layer.with_matrices(matrices), plan, methods)
     return made_up_for(layer, plan.candidates, methods), methods
+
+
+def _picked(stacks: Sequence[Tensor], best: Tensor) -> Tensor:
+    """Returns the stack whose entry i is that of stacks[best[i]]; one of them, if it has all."""
+    most = int(best.mode().values)
+    picked = stacks[most]
+    for number, stack in enumerate(stacks):
+        mine = (best == number).nonzero().flatten().to(stack.device)
+        if number != most and len(mine):
+            picked = picked.clone() if picked is stacks[most] else picked
+            picked[mine] = stack[mine]
+    return picked
 
 
 def results(
@@ -241,22 +250,23 @@ def _weight_error(source: Tensor | Codes, quantized: Tensor | Codes, fold: Fold)
 
 
 def _weight_error_on_device(source: Tensor, quantized: Codes, fold: Fold) -> float:
-    """|q - s| / |s| with one wait for the device."""
-    codes, scale, stacked = quantized.codes, quantized.scale, source.dim() == 3
-    if not stacked:
-        source, codes, scale = source[None], codes[None], scale[None]
+    """|q - s| / |s| with one wait for the device, AT_ONCE matrices of a stack a launch."""
+    codes, scale = quantized.codes, quantized.scale
+    starts = range(0, len(source), AT_ONCE)
+    parts = [slice(n, n + AT_ONCE) for n in starts] if source.dim() == 3 else [slice(None)]
     squares = []
-    for index, (exact, code, step) in enumerate(zip(source, codes, scale, strict=True)):
-        moved = exact.to(code.device, non_blocking=True)
-        moved = fold.of(moved, index if stacked else slice(None))
-        squares.append(torch.stack(code_errors(code, step, moved)))
+    for part in parts:
+        exact = fold.of(source[part].to(codes.device, non_blocking=True), part)
+        squares.append(torch.stack(code_errors(codes[part], scale[part], exact)))
     difference, reference = torch.stack(squares).sum(0).tolist()
     return math.sqrt(difference / max(reference, 1e-30))
 
 
 def _chosen_squares(path: str, methods: list[str], errors: HeldOutErrors) -> Tensor:
-    chosen = [errors.squared[path, method][index] for index, method in enumerate(methods)]
-    return torch.stack(chosen)
+    order = list(dict.fromkeys(methods))
+    table = torch.stack([errors.squared[path, method] for method in order])
+    index = torch.tensor([[order.index(method) for method in methods]], device=table.device)
+    return table.gather(0, index)[0]
 
 
 def bits_per_weight(candidates: Candidates, columns: int) -> float:
@@ -280,7 +290,7 @@ def _experts(
         relative = (_chosen_squares(path, methods[path], errors) / errors.reference[path]).sqrt()
         worst = relative if worst is None else torch.maximum(worst, relative)
     assert worst is not None
-    tokens = tuple(int(count) for count in statistics.of(paths[0]).tokens)
+    tokens = tuple(statistics.of(paths[0]).tokens.tolist())
     joined = tuple(
         "/".join(dict.fromkeys(pair)) for pair in zip(*(methods[p] for p in paths), strict=True)
     )

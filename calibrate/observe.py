@@ -11,24 +11,26 @@ import torch
 from torch import Tensor
 
 from calibrate.block import Observer
+from calibrate.float8_grams import HeldRows, takes
+from calibrate.products import Stack
 from calibrate.ranges import Ranges
 from calibrate.ranks import ALONE, Ranks
 from calibrate.rows import (
     add_grams,
     adds_grams,
-    dequantize,
+    column_absmax,
     mirror_grams,
     round_activation,
     row_squares,
 )
 from fused_ops.expert_gemm.reference import expert_gemm
 from glm5q import names
-from glm5q.layer import Codes, powers_of_two
+from glm5q.layer import powers_of_two
 from glm5q.types import ActivationGrid
 
 Key = TypeVar("Key")
 ROUTER = "mlp.gate"  # reads what the experts read
-PART = 32  # matrices of a stack dequantized at a time
+HELD_CALLS = 4  # chunks whose rows wait as float8: 13.7 GB at full size
 CAP_QUANTILE, CAP = 0.999, 2.0  # a massive token: over twice this quantile of squared norms
 
 # Matrices that multiply the same input share one Gram.
@@ -60,14 +62,13 @@ class Folded:
     Its input is divided by that first: exact but for the grid that activations are rounded on.
     """
 
-    rounded: Tensor | Codes
+    rounded: Tensor | Stack
     fold: Tensor
 
-    def divided(self, x: Tensor, offsets: Tensor, first: int = 0) -> Tensor:
-        """Returns x [rows, in] over 2^fold, rows sorted by entry of the stack from `first` on."""
+    def divided(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Returns x [rows, in] over 2^fold, rows sorted by entry of the stack."""
         counts = offsets.diff().to(x.device)
-        fold = self.fold[first : first + len(counts)].to(x.device)
-        power = powers_of_two(-fold).to(x.dtype)
+        power = powers_of_two(-self.fold.to(x.device)).to(x.dtype)
         return x * power.repeat_interleave(counts, 0)
 
 
@@ -91,7 +92,8 @@ class Statistics(Observer):
     `gram_paths` are the matrices whose method needs a Gram; the others get mean squares only.
     `guidance` weighs the rows of routed experts; sums of weighted squares stay sums over rows.
     Each of `ranks` sums its own tokens, of every expert; `complete` brings the sums together.
-    `token_cap` lets no row weigh more in its sums than capped() says.
+    `token_cap` lets no row weigh more in its sums than capped() says. `float8_grams` takes experts'
+    Grams of inputs rounded to e4m3 where a GPU multiplies those; see calibrate.float8_grams.
     """
 
     gram_paths: Collection[str]
@@ -100,7 +102,9 @@ class Statistics(Observer):
     moments: dict[str, Moments] = field(default_factory=dict)
     ranges: dict[str, Ranges] = field(default_factory=dict)
     ranks: Ranks = ALONE
+    float8_grams: bool = False
     _summed_for: dict[str, str] = field(default_factory=dict)
+    _held: dict[str, HeldRows] = field(default_factory=dict)
 
     def linear(self, path: str, x: Tensor, y: Tensor) -> None:
         self._range(path, x, y)
@@ -114,11 +118,14 @@ class Statistics(Observer):
     def experts(self, path: str, x: Tensor, offsets: Tensor, y: Tensor, tokens: Tensor) -> None:
         same = path == names.GATE_UP and ROUTER in self.ranges  # each token's row several times
         self._range(path, x[:0] if same else x, y)
+        seen = self.ranges[ROUTER if same else path].channel_absmax
+        largest: Tensor | None = seen.amax()
         x = capped(x) if self.token_cap else x
         if self.guidance is not None:
+            largest = None
             weight = self.guidance.rows(path, tokens + self.first_token, offsets)
             x = torch.mul(x, weight.sqrt().unsqueeze(1), out=torch.empty_like(x))
-        self._sum(path, x, offsets, path in self.gram_paths)
+        self._sum(path, x, offsets, path in self.gram_paths, largest)
 
     def complete(self) -> None:
         """Brings all ranks' sums together in float32: counts, squares, ranges, its experts' Grams.
@@ -126,6 +133,11 @@ class Statistics(Observer):
         Mirrors Grams whose one half was summed, and takes their squares from their diagonals. The
         Grams of experts that other ranks round are not to be used.
         """
+        for key, held in self._held.items():
+            gram = self.moments[key].gram
+            assert gram is not None
+            held.flush(gram)
+        self._held.clear()
         for key, moments in self.moments.items():
             self.moments[key] = self._collected(moments)
         self.ranges = {path: found.of_all(self.ranks) for path, found in self.ranges.items()}
@@ -172,15 +184,29 @@ class Statistics(Observer):
             self.ranges[path] = Ranges.of_width(x.shape[1], x.device)
         self.ranges[path].add(x, y)
 
-    def _sum(self, key: str, x: Tensor, offsets: Tensor, want_gram: bool) -> None:
-        """Adds x [rows, in], unscaled: products of bfloat16 are exact in float32."""
+    def _sum(
+        self,
+        key: str,
+        x: Tensor,
+        offsets: Tensor,
+        want_gram: bool,
+        largest: Tensor | None = None,
+    ) -> None:
+        """Adds x [rows, in], unscaled: products of bfloat16 are exact in float32.
+
+        `largest` is no less than any |x|, if known.
+        """
         if key not in self.moments:
             self.moments[key] = _empty(len(offsets) - 1, x, want_gram)
         moments = self.moments[key]
         if moments.gram is not None and adds_grams(x):
             offsets = offsets.to(x.device)
             self.moments[key] = replace(moments, tokens=moments.tokens + offsets.diff())
-            add_grams(x, offsets, moments.gram)
+            if self.float8_grams and len(moments.gram) > 1 and takes(x, moments.gram):
+                held = self._held.setdefault(key, HeldRows(HELD_CALLS))
+                held.add(x, offsets, moments.gram, _bound(x, largest))
+            else:
+                add_grams(x, offsets, moments.gram)
             return
         bounds = offsets.tolist()
         for index, (start, end) in enumerate(pairwise(bounds)):
@@ -196,6 +222,15 @@ class Statistics(Observer):
                 moments.gram[index] += rows.T @ rows
             else:
                 moments.square[index] += rows.square().sum(0)
+
+
+def _bound(x: Tensor, largest: Tensor | None) -> Tensor:
+    """Returns 1.75 times a power of two, no less than any |x|: e4m3's 448 is 1.75 x 256.
+
+    So that rounding does not depend on what else was seen, and ranks round as one process does.
+    """
+    largest = column_absmax(x).amax() if largest is None else largest
+    return 1.75 * powers_of_two(torch.frexp(largest.float()).exponent)
 
 
 def capped(x: Tensor) -> Tensor:
@@ -233,13 +268,13 @@ def _empty(stack: int, x: Tensor, want_gram: bool) -> Moments:
 class HeldOutErrors(Observer):
     """An Observer that measures candidates' output error on tokens the statistics did not see.
 
-    `candidates` maps a matrix path to its candidate weights by method name, dequantized, or codes
-    of a stack too large to have so more than a part at a time;
+    `candidates` maps a matrix path to its candidate weights by method name, dequantized, or a
+    quantized stack that would be too large so;
     `activation` to the grid its input meets in deployment. Sums are float64 [stack]. `unseen` are
     the ranges of stacks whose outputs the statistics did without, which are seen here.
     """
 
-    candidates: Mapping[str, Mapping[str, Tensor | Codes | Folded]]
+    candidates: Mapping[str, Mapping[str, Tensor | Stack | Folded]]
     activation: Mapping[str, ActivationGrid | None]
     guidance: RowWeights | None = None
     unseen: Mapping[str, Ranges] = field(default_factory=dict)
@@ -255,7 +290,7 @@ class HeldOutErrors(Observer):
         for path, candidates in self.candidates.items():
             first = next(iter(candidates.values()))
             first = first.rounded if isinstance(first, Folded) else first
-            stack = len(first.codes) if isinstance(first, Codes) else first.shape[0]
+            stack = len(first)
             none = torch.zeros(stack, dtype=torch.float64, device=device)
             seen = (none[:1] + (path in self.reference)).to(device)
             own = [self.squared.get((path, method), none) for method in candidates]
@@ -284,53 +319,27 @@ class HeldOutErrors(Observer):
         self, path: str, x: Tensor, offsets: Tensor, y: Tensor, weight: Tensor | None = None
     ) -> None:
         _add(self.reference, path, segment_squares(y, offsets, weight))
-        if any(isinstance(candidate, Codes) for candidate in self.candidates[path].values()):
-            self._measure_parts(path, x, offsets, y, weight)
-            return
-        grid = self.activation[path]
-        rounded = round_activation(x, grid)
         for method, candidate in self.candidates[path].items():
-            given, matrix = rounded, candidate
+            given, matrix = x, candidate
             if isinstance(candidate, Folded):
-                given = round_activation(candidate.divided(x, offsets), grid)
-                matrix = candidate.rounded
-            assert isinstance(matrix, Tensor)
-            stack = matrix if matrix.dim() == 3 else matrix.unsqueeze(0)
-            squares = row_squares(expert_gemm(given, stack, offsets), y)
-            _add(self.squared, (path, method), _segments(squares, offsets, weight))
-
-    def _measure_parts(
-        self, path: str, x: Tensor, offsets: Tensor, y: Tensor, weight: Tensor | None
-    ) -> None:
-        """As _measure, PART entries of the stack at a time."""
-        found: dict[str, list[Tensor]] = {method: [] for method in self.candidates[path]}
-        bounds = offsets.tolist()
-        for start in range(0, len(bounds) - 1, PART):
-            stop = min(start + PART, len(bounds) - 1)
-            rows = slice(bounds[start], bounds[stop])
-            local = offsets[start : stop + 1] - bounds[start]
-            grid = self.activation[path]
-            rounded = round_activation(x[rows], grid)
-            weights = None if weight is None else weight[rows]
-            for method, candidate in self.candidates[path].items():
-                given, codes = rounded, candidate
-                if isinstance(candidate, Folded):
-                    given = round_activation(candidate.divided(x[rows], local, start), grid)
-                    codes = candidate.rounded
-                assert isinstance(codes, Codes)
-                part = dequantize(codes.codes[start:stop], codes.scale[start:stop], x.dtype)
-                squares = row_squares(expert_gemm(given, part, local), y[rows])
-                found[method].append(_segments(squares, local, weights))
-        for method, parts in found.items():
-            _add(self.squared, (path, method), torch.cat(parts))
+                given, matrix = candidate.divided(x, offsets), candidate.rounded
+            if isinstance(matrix, Stack):
+                found = matrix.product(given, offsets)
+            else:
+                assert isinstance(matrix, Tensor)
+                stack = matrix if matrix.dim() == 3 else matrix.unsqueeze(0)
+                found = expert_gemm(round_activation(given, self.activation[path]), stack, offsets)
+            squares = row_squares(found, y)
+            _add(self.squared, (path, method), segment_sums(squares, offsets, weight))
 
 
 def segment_squares(values: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Tensor:
     """Returns the float64 sum of squares of each segment of rows [segments], rows weighted."""
-    return _segments(_row_squares(values), offsets, weight)
+    return segment_sums(_row_squares(values), offsets, weight)
 
 
-def _segments(rows: Tensor, offsets: Tensor, weight: Tensor | None) -> Tensor:
+def segment_sums(rows: Tensor, offsets: Tensor, weight: Tensor | None) -> Tensor:
+    """Returns the sum of each segment of `rows` [rows], weighted."""
     rows = rows if weight is None else rows * weight
     return torch.segment_reduce(rows, "sum", offsets=offsets.to(rows.device), initial=0)
 

@@ -32,9 +32,9 @@ def fused(x: Tensor) -> bool:
 
 def _kernels() -> ModuleType:
     """Triton is imported on use: it is not needed on a CPU."""
-    from calibrate import row_kernels
+    from calibrate.kernels import rows
 
-    return row_kernels
+    return rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -66,7 +66,7 @@ def _normed(
     if rows:
         _kernels().norm_rows[(rows,)](
             x, out if added is None else added, weight.float(), total, out, x.stride(0), columns,
-            eps, ADD=added is not None, SPAN=_power_of_two(columns), num_warps=8,
+            eps, ADD=added is not None, SPAN=power_of_two(columns), num_warps=8,
         )  # fmt: skip
     return total, out
 
@@ -100,7 +100,7 @@ def round_activation(x: Tensor, grid: ActivationGrid | None) -> Tensor:
     if x.numel():
         _kernels().round_rows[(x.shape[0],)](
             x, out, x.stride(0), x.shape[1],
-            REACH=REACH[str(grid)], FP8=grid == "fp8", SPAN=_power_of_two(x.shape[1]),
+            REACH=REACH[str(grid)], FP8=grid == "fp8", SPAN=power_of_two(x.shape[1]),
             num_warps=8,
         )  # fmt: skip
     return out
@@ -113,7 +113,7 @@ def swiglu(both: Tensor) -> Tensor:
         return F.silu(gate) * up
     rows, width = gate.shape
     out = torch.empty((rows, width), dtype=both.dtype, device=both.device)
-    span = min(SPAN, _power_of_two(width))
+    span = min(SPAN, power_of_two(width))
     _kernels().gate_rows[(rows, -(-width // span))](both.contiguous(), out, width, SPAN=span)
     return out
 
@@ -137,7 +137,7 @@ def add_choices(
     place[order] = torch.arange(len(order), device=order.device)
     columns = rows.shape[1]
     out = torch.empty_like(hidden)
-    span = min(SPAN, _power_of_two(columns))
+    span = min(SPAN, power_of_two(columns))
     _kernels().add_choices[(tokens, -(-columns // span))](
         rows, place, gates.contiguous(), rows if shared is None else shared.contiguous(),
         hidden.contiguous(), out, columns, CHOICES=choices, SHARED=shared is not None, SPAN=span,
@@ -152,7 +152,7 @@ def column_absmax(x: Tensor) -> Tensor:
     rows, columns = x.shape
     parts = -(-rows // TALL)
     found = torch.empty((parts, columns), dtype=torch.float32, device=x.device)
-    span = min(128, _power_of_two(columns))
+    span = min(128, power_of_two(columns))
     _kernels().column_absmax[(parts, -(-columns // span))](
         x, found, rows, columns, x.stride(0), TALL=TALL, STEP=STEP, SPAN=span
     )
@@ -203,7 +203,7 @@ def row_squares(x: Tensor, other: Tensor) -> Tensor:
     out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     if x.numel():
         _kernels().row_squares[(x.shape[0],)](
-            x, other, out, x.shape[1], SPAN=_power_of_two(x.shape[1]), num_warps=8
+            x, other, out, x.shape[1], SPAN=power_of_two(x.shape[1]), num_warps=8
         )
     return out.double()
 
@@ -215,7 +215,7 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     rows, columns = codes.shape[:-1].numel(), codes.shape[-1]
     _kernels().expand_codes[(rows,)](
-        codes, scale, out, columns, scale.shape[-1], SPAN=_power_of_two(columns), num_warps=8
+        codes, scale, out, columns, scale.shape[-1], SPAN=power_of_two(columns), num_warps=8
     )
     return out
 
@@ -229,7 +229,7 @@ def code_errors(codes: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, T
     out = torch.empty((rows, 2), dtype=torch.float32, device=codes.device)
     _kernels().code_errors[(rows,)](
         codes, scale, weight, out, columns, scale.shape[-1],
-        SPAN=_power_of_two(columns), num_warps=8,
+        SPAN=power_of_two(columns), num_warps=8,
     )  # fmt: skip
     difference, size = out.sum(0, dtype=torch.float64)
     return difference, size
@@ -240,5 +240,5 @@ def _expandable(codes: Tensor, scale: Tensor) -> bool:
     return fused(codes) and plain and scale.dtype == torch.float32 and codes.numel() > 0
 
 
-def _power_of_two(x: int) -> int:
+def power_of_two(x: int) -> int:
     return 1 << (x - 1).bit_length()

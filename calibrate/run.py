@@ -24,6 +24,7 @@ from calibrate.inner import with_inner
 from calibrate.job import Job, Place
 from calibrate.methods import choose, gram_paths, plan_layer, results, with_weight_errors
 from calibrate.observe import HeldOutErrors, Statistics
+from calibrate.products import kept_as_bytes
 from calibrate.rows import dequantize
 from calibrate.shares import Share, Store
 from calibrate.states import (
@@ -149,9 +150,9 @@ def one_layer(source: Source, layer: Layer, job: Job, started: float, place: Pla
         )  # fmt: skip
     if target is not layer:  # the record is of the source itself
         outputs = with_room(job, number, lambda: source_outputs(config, layer, job, place))
-    if target is not layer or job.recipe.steps.inner:
-        result = replace(result, matrices=with_weight_errors(result.matrices, layer, quantized))
     with job.stage("write", place, wait=False):
+        if target is not layer or job.recipe.steps.inner:
+            result = replace(result, matrices=with_weight_errors(result.matrices, layer, quantized))
         written, landing = _write_layer(source, quantized, job, place)
     error = with_room(job, number, lambda: _move_on(config, written, job, outputs, place))
     own = ranks.all_of([asdict(fallback) for fallback in job.fallbacks], place.device)
@@ -196,13 +197,21 @@ def _in_host_memory(tensors: dict[str, Tensor]) -> Callable[[], dict[str, Tensor
         return lambda: tensors
     leaving = torch.cuda.Stream()
     leaving.wait_stream(torch.cuda.current_stream())
+    stores: dict[int, Tensor] = {}
     found = dict(tensors)
     with torch.cuda.stream(leaving):
         for name, tensor in tensors.items():
-            if tensor.is_cuda:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                found[name] = host.copy_(tensor, non_blocking=True)
+            if not tensor.is_cuda:
+                continue
+            store = tensor.untyped_storage()  # of experts a stack's: one copy for all of them
+            host = stores.get(store.data_ptr())
+            if host is None:
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(store)
+                host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=True)
+                stores[store.data_ptr()] = host.copy_(whole, non_blocking=True)
                 tensor.record_stream(leaving)
+            place = tensor.storage_offset(), tensor.shape, tensor.stride()
+            found[name] = torch.empty(0, dtype=tensor.dtype).set_(host.untyped_storage(), *place)
 
     def arrived() -> dict[str, Tensor]:
         leaving.synchronize()
@@ -223,10 +232,12 @@ def _move_on(
     `outputs` [windows, ...] are the source's there, None where nobody asks.
     """
     with job.stage("move on", place):
-        weights = runnable(written, place.dtype, place.device, expand=dequantize)
+        weights = runnable(
+            written, place.dtype, place.device, expand=dequantize, keep=kept_as_bytes
+        )
         first, update = shared(job.states).split.start, None
         if outputs is not None:
-            update = UpdateError(job.states.hidden, outputs, first)
+            update = UpdateError(job.states, outputs, first)
         each = ignore if update is None else update.add
         job.states = advance(config, written.number, weights, job.states, each=each)
         return 0.0 if update is None else update.value(place)
@@ -279,7 +290,10 @@ def _observed(
     """Returns the sums over this rank's windows that are not held out."""
     recipe = job.recipe
     paths, cap = gram_paths(recipe, number, config), recipe.steps.token_cap
-    statistics = Statistics(paths, job.guidance_of(number), token_cap=cap, ranks=place.ranks)
+    statistics = Statistics(
+        paths, job.guidance_of(number), token_cap=cap, ranks=place.ranks,
+        float8_grams=recipe.steps.float8_grams,
+    )  # fmt: skip
     experts = recipe.plan(Role.ROUTED_EXPERT, number, config).scheme()
     statistics.want_output = isinstance(experts, KeepScheme)  # float16 is checked against it
 
@@ -350,7 +364,7 @@ def with_room(job: Job, number: int, make: Callable[[], Made]) -> Made:
 class UpdateError:
     """Sums |q - s| / |s - x| of a layer's update over held-out windows."""
 
-    def __init__(self, before: Tensor, outputs: Tensor, first: int) -> None:
+    def __init__(self, before: States, outputs: Tensor, first: int) -> None:
         self._before, self._outputs, self._first = before, outputs, first
         self._squares = torch.zeros(2, dtype=torch.float64)
 
@@ -358,11 +372,11 @@ class UpdateError:
         start = max(windows.start, self._first)
         if start >= windows.stop:
             return
-        device = output.hidden.device
-        after = output.hidden.view(windows.stop - windows.start, *self._before.shape[1:])
+        device, part = output.hidden.device, slice(start, windows.stop)
+        after = output.hidden.view(windows.stop - windows.start, *self._outputs.shape[1:])
         reference = self._outputs[start - self._first : windows.stop - self._first].to(device)
         difference = after[start - windows.start :] - reference
-        update = reference - self._before[start : windows.stop].to(device)
+        update = reference - self._before.on(device, part)
         self._squares[0] += difference.double().square().sum().cpu()
         self._squares[1] += update.double().square().sum().cpu()
 

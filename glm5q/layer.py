@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -103,13 +104,23 @@ class Layer:
         return replace(self, matrices={**self.matrices, **matrices})
 
 
+class Multiplies(Protocol):
+    """A matrix, or a stack of experts', that is no tensor; see calibrate.products."""
+
+    def product(self, x: Tensor, offsets: Tensor, tokens: Tensor | None = None) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Weights:
-    """A layer ready to run: floating-point matrices and the activation grid each one meets."""
+    """A layer ready to run: floating-point matrices and the activation grid each one meets.
+
+    `coded` are those that stay codes, and are in neither of the other two.
+    """
 
     vectors: dict[str, Tensor]
     matrices: dict[str, Tensor]
     activation: dict[str, ActivationGrid | None]
+    coded: dict[str, Multiplies] = field(default_factory=dict)
 
 
 Expand = Callable[[Tensor, Tensor, torch.dtype], Tensor]  # as quant.dequantize
@@ -134,16 +145,21 @@ def runnable(
     stored_dtype: torch.dtype | None = None,
     quantize_activations: bool = True,
     expand: Expand = quant.dequantize,
+    keep: Callable[[str, Codes], Multiplies | None] = lambda _path, _codes: None,
 ) -> Weights:
     """Returns the layer's weights as `dtype` on `device`, codes times scale.
 
     `stored_dtype` rounds dequantized matrices there first, as loaders that hand out bfloat16 do.
     With `quantize_activations` False the forward is weight-only. `expand` may be a quicker way to
-    the same values.
+    the same values; `keep` returns what multiplies a path's codes as they are, or None.
     """
     matrices: dict[str, Tensor] = {}
     activation: dict[str, ActivationGrid | None] = {}
+    coded: dict[str, Multiplies] = {}
     for path, matrix in layer.matrices.items():
+        if isinstance(matrix, Codes) and (ready := keep(path, matrix)):
+            coded[path] = ready
+            continue
         activation[path] = None
         if isinstance(matrix, Codes):
             matrices[path] = _dequantized(
@@ -155,4 +171,4 @@ def runnable(
         else:
             matrices[path] = matrix.to(device=device, dtype=dtype)
     vectors = {path: vector.to(device=device).float() for path, vector in layer.vectors.items()}
-    return Weights(vectors, matrices, activation)
+    return Weights(vectors, matrices, activation, coded)

@@ -151,6 +151,8 @@ class Steps(_Strict):
     the cost of running the source's stream too. `inner` fits an expert's down_proj to what its
     rounded gate and up leave of its input, at the cost of a run and a rounding more. `top_up` makes
     more of short text; text that was topped up is too little for guidance, which then is left out.
+    `float8_grams` takes routed experts' Grams of inputs rounded to e4m3 where a GPU multiplies
+    those (sm_90), and changes nothing elsewhere.
     """
 
     descent: int = Field(ge=0, le=20)
@@ -160,6 +162,7 @@ class Steps(_Strict):
     smooth: tuple[Alpha, ...] = ()
     correction: bool = False
     inner: bool = False
+    float8_grams: bool = False
     top_up: TopUp | None = None
 
 

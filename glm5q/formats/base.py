@@ -79,26 +79,24 @@ class Format(Protocol):
 def matrices(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor | Codes]]:
     """Yields (full name without `.weight`, matrix) of a layer, stacks taken apart."""
     for module in names.layer_modules(config, layer.number):
-        yield from _apart(layer.number, module, layer.matrices[module.path])
+        matrix = layer.matrices[module.path]
+        if not isinstance(matrix, Codes):
+            yield from apart(layer.number, module, matrix)
+            continue
+        both = (apart(layer.number, module, tensor) for tensor in (matrix.codes, matrix.scale))
+        for (name, codes), (_, scale) in zip(*both, strict=True):
+            yield name, replace(matrix, codes=codes, scale=scale)
 
 
-def _apart(
-    number: int, module: names.Module, matrix: Tensor | Codes
-) -> Iterator[tuple[str, Tensor | Codes]]:
+def apart(number: int, module: names.Module, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields (full name without `.weight`, its part) of what has a row a row of a module's."""
     if not module.stacked:
-        yield names.layer_prefix(number) + module.path, matrix
+        yield names.layer_prefix(number) + module.path, tensor
         return
     parts = names.stacked_parts(module.path)
-    rows = module.shape[1] // len(parts)
-    for expert in range(module.shape[0]):
-        for index, projection in enumerate(parts):
-            span = slice(index * rows, (index + 1) * rows)
-            name = names.expert_name(number, expert, projection)
-            if isinstance(matrix, Codes):
-                codes, scale = matrix.codes[expert, span], matrix.scale[expert, span]
-                yield name, replace(matrix, codes=codes, scale=scale)
-            else:
-                yield name, matrix[expert, span]
+    for expert, matrix in enumerate(tensor):
+        for projection, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+            yield names.expert_name(number, expert, projection), rows
 
 
 def module_names(number: int, module: names.Module) -> list[str]:

@@ -306,13 +306,12 @@ def _result(
     ceilings = measure(place.device)
     work = Work(config, layer.number, windows * length, held_out * length, length, job.recipe)
     least = floors(work, ceilings)
-    hidden = job.states.hidden.nbytes
     seen = sorted(found.experts.tokens) if found.experts else [0]
     on_gpu = options.device.startswith("cuda")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
-    in_host = 2 * hidden if job.states.hidden.device.type == "cpu" else 0
+    in_host = _host_bytes(job)
     return BenchResult(
         shape=options.shape,
         device=options.device,
@@ -335,6 +334,13 @@ def _result(
         read_bytes=found.source_bytes,
         written_bytes=found.quantized_bytes,
     )
+
+
+def _host_bytes(job: run.Job) -> int:
+    """Bytes of hidden states in host memory: each stream's own, and room for its next."""
+    streams = [states for states in (job.states, job.source_states) if states is not None]
+    held = (t for s in streams for t in (s.hidden, s.spare) if t is not None and not t.is_cuda)
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
 
 
 def _grouped(fallbacks: Any) -> tuple[str, ...]:

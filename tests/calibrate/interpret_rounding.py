@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from calibrate import batched, candidates, descent, gptq, rows, rtn
+from calibrate import batched, descent, gptq, rows, rtn
+from calibrate.observe import Moments
 from glm5q import quant
 from glm5q.types import IntScheme
 from recipes.schema import Clip
@@ -33,6 +34,12 @@ def problem(columns: int) -> tuple[Tensor, Tensor]:
     return weight, x.transpose(1, 2) @ x / 600
 
 
+def mean(gram: Tensor) -> batched.Mixture:
+    """Mean Grams as they are."""
+    moments = Moments(gram.diagonal(dim1=1, dim2=2), torch.ones(len(gram)), gram)
+    return batched.mixture(moments, slice(None), gram[:1], torch.zeros(len(gram)), 0.0)
+
+
 def error(weight: Tensor, codes: Tensor, scale: Tensor, gram: Tensor) -> float:
     difference = (quant.dequantize(codes, scale) - weight).double()
     return float(((difference @ gram.double()) * difference).sum())
@@ -41,7 +48,7 @@ def error(weight: Tensor, codes: Tensor, scale: Tensor, gram: Tensor) -> float:
 def one_round(
     weight: Tensor, codes: Tensor, scale: Tensor, gram: Tensor, scheme: IntScheme
 ) -> tuple[Tensor, Tensor]:
-    """A round as batched.descend means it, code by code: two passes, scales refitted in the second.
+    """A round as batched.descend means it, code by code: scales are refitted in its last pass.
 
     Every gradient is taken anew from all differences.
     """
@@ -50,7 +57,7 @@ def one_round(
     mean = gram.diagonal(dim1=1, dim2=2).mean(-1).view(-1, 1, 1)
     damped = gram + descent.DAMPING * mean * torch.eye(columns)
     codes, scale = codes.float(), scale.clone()
-    for refit in (False, True):
+    for left in reversed(range(descent.PASSES)):
         for column in range(columns):
             group = column // width
             step = scale[:, :, group]
@@ -58,7 +65,7 @@ def one_round(
             slope = (difference @ damped[:, :, column : column + 1]).squeeze(-1)
             best = codes[:, :, column] - slope / (damped[:, column, column].unsqueeze(1) * step)
             codes[:, :, column] = best.round().clamp(scheme.code_min, scheme.code_max)
-            if refit and (column + 1) % width == 0:
+            if not left and (column + 1) % width == 0:
                 scale[:, :, group] = _refitted(weight, codes, scale, damped, group, scheme)
     return codes.to(torch.int8), scale
 
@@ -84,21 +91,21 @@ def rounding(scheme: IntScheme, columns: int, clip: Clip = CLIP) -> dict[str, fl
     weight, gram = problem(columns)
     square = gram.diagonal(dim1=1, dim2=2)
     scale = rtn.search_scale(weight, square, scheme, clip)
-    found = candidates._searched(weight, square, scheme, clip).transpose(1, 2)
+    plain_codes = torch.empty(weight.shape, dtype=torch.int8)
+    found = batched.search(weight, square, scheme, clip, plain_codes).transpose(1, 2)
     loop = gptq.gptq(weight, scale, gram, scheme, 0.05, act_order=True)
     turned = weight.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous()
-    stack = batched.Problem(*turned, gram, scheme)
-    mine = batched.gptq(stack, 0.05, batched.factor(gram, 0.05, act_order=True))
-    codes, scales = batched.descend(stack, mine.codes, 1)
+    stack = batched.Problem(*turned, scheme)
+    mine = batched.gptq(stack, 0.05, batched.factor(mean(gram), 0.05, act_order=True))
+    codes, scales = batched.descend(stack, mine.codes, mean(gram), 1)
     codes, scales = codes.transpose(1, 2), scales.transpose(1, 2)
-    plain_codes = rtn.rtn(weight, scale, scheme)
     exact = quant.dequantize(mine.codes.transpose(1, 2), scale).sub(weight).transpose(1, 2)
     plain = one_round(weight, loop.codes, scale, gram, scheme)
     slow = descent.descend(weight, loop.codes, scale, gram, scheme, 1)
     return {
         "scales": float((found != scale).sum()),
         "below zero": float((scale < 0).sum()),
-        "rounded": float((batched.rtn(weight, turned[1], scheme) != plain_codes).sum()),
+        "rounded": float((plain_codes != rtn.rtn(weight, found, scheme)).sum()),
         "turned": float((batched.turned(weight) != turned[0]).sum()),
         "difference": float((batched._difference(stack, mine.codes) - exact).abs().max()),
         "codes": float((mine.codes.transpose(1, 2) != loop.codes).sum()),
@@ -119,8 +126,8 @@ def failing() -> dict[str, list[float]]:
     scale = rtn.search_scale(weight, gram.diagonal(dim1=1, dim2=2).abs(), GROUP, CLIP)
     loop = gptq.gptq(weight, scale, gram, GROUP, 0.05, act_order=False)
     turned = weight.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous()
-    stack = batched.Problem(*turned, gram, GROUP)
-    mine = batched.gptq(stack, 0.05, batched.factor(gram, 0.05, act_order=False))
+    stack = batched.Problem(*turned, GROUP)
+    mine = batched.gptq(stack, 0.05, batched.factor(mean(gram), 0.05, act_order=False))
     return {
         "loop": loop.damping.tolist(),
         "batched": mine.damping.tolist(),
@@ -171,7 +178,7 @@ def grams() -> float:
 
 def grid_kernel(x: Tensor, grid: str) -> Tensor:
     """round_activation's kernel, which the launch keeps for bfloat16, on float32."""
-    from calibrate import row_kernels
+    from calibrate.kernels import rows as row_kernels
 
     out = torch.empty_like(x)
     row_kernels.round_rows[(len(x),)](

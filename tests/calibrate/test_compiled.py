@@ -17,15 +17,14 @@ SWEEP = (
     "gradient: *fp32, changes: *bf16, pitch: i32, weight: *bf16, scales: *fp32, gram: *bf16, "
     f"difference: *bf16, codes: *i8, {SIZES}, start: i32"
 )
+MIXTURE = "sums: *fp32, layer: *fp32, own: *fp32, share: *fp32, added: *fp32"
 GRID = {"LOW": -8, "HIGH": 7}
 KERNELS: dict[str, tuple[str, dict[str, object], int]] = {  # arguments, constants, warps
     "search_clip": (
-        "weight: *bf16, square: *fp32, shares: *fp32, scales: *fp32, rows: i32, columns: i32",
-        GRID | {"STEPS": 32, "REACH": 7.5, "BFLOAT16": True, "WIDTH": 128, "SPAN": 128, "ROWS": 32},
-        4,
-    ),
-    "round_codes": (
-        f"weight: *bf16, scales: *fp32, codes: *i8, {SIZES}", GRID | {"SPAN": 8192}, 8,
+        "weight: *bf16, square: *fp32, shares: *fp32, scales: *fp32, codes: *i8, rows: i32, "
+        "columns: i32",
+        GRID | {"STEPS": 32, "REACH": 7.5, "BFLOAT16": True, "WIDTH": 128, "SPAN": 128, "ROWS": 32,
+                "PIECES": 4}, 4,
     ),
     "subtract_weight": (
         f"codes: *i8, scales: *fp32, weight: *bf16, out: *bf16, {SIZES}",
@@ -33,12 +32,26 @@ KERNELS: dict[str, tuple[str, dict[str, object], int]] = {  # arguments, constan
     ),
     "turn": ("x: *i8, out: *i8, rows: i32, columns: i32", {"SIDE": 128}, 4),
     "round_block": (
-        "fed: *fp32, weight: *bf16, scales: *fp32, group: *i32, feedback: *fp32, errors: *bf16, "
-        f"precise: *fp32, codes: *i8, {SIZES}, start: i32",
+        "fed: *fp32, pitch: i32, weight: *bf16, scales: *fp32, order: *i32, corner: *fp32, "
+        f"errors: *bf16, precise: *fp32, codes: *i8, {SIZES}, start: i32",
         GRID | {"BLOCK": 128, "MICRO": 16, "ROWS": 128, "DOT": "tf32x3"}, 4,
     ),
     "move_block": (SWEEP, GRID | {"WIDTH": 128, "BLOCK": 128, "ROWS": 128, "DOT": "tf32"}, 4),
-    "refit_block": (SWEEP, {"BFLOAT16": True, "BLOCK": 128, "ROWS": 64, "DOT": "tf32"}, 4),
+    "refit_block": (SWEEP, {"BFLOAT16": True, "BLOCK": 128, "ROWS": 32, "DOT": "tf32"}, 8),
+    "mix_grams": (f"{MIXTURE}, out: *bf16, columns: i32", {"SPAN": 1024}, 4),
+    "gather_panel": (
+        f"{MIXTURE}, order: *i32, out: *fp32, columns: i32, start: i32",
+        {"SIDE": 256, "SPAN": 8192}, 8,
+    ),
+    "factor_square": (
+        "panel: *fp32, work: *fp32, high: *bf16, low: *bf16, corner: *fp32, pitch: i32, "
+        "start: i32, blocks: i32", {"SIDE": 256, "BLOCK": 128, "PART": 32, "DOT": "tf32x3"}, 8,
+    ),
+    "finish_panel": (
+        "panel: *fp32, high: *bf16, low: *bf16, upper: *bf16, rest: *bf16, pitch: i32, "
+        "columns: i32, width: i32, start: i32",
+        {"SIDE": 256, "TALL": 128, "WIDE": 64, "DEEP": 64}, 8,
+    ),
     "norm_rows": (
         "x: *fp32, added: *bf16, weight: *fp32, total: *fp32, out: *bf16, stride: i32, "
         "columns: i32, eps: fp32", {"ADD": True, "SPAN": 8192}, 8,
@@ -75,18 +88,19 @@ KERNELS: dict[str, tuple[str, dict[str, object], int]] = {  # arguments, constan
     ),
 }  # fmt: skip
 HELPERS = {
-    "nearest", "stored_scale", "feed_micro", "halves", "columns_of", "nearest_e4m3", "expanded",
+    "nearest", "stored_scale", "feed_micro", "halves", "columns_of", "eliminated",
+    "nearest_e4m3", "expanded",
 }  # fmt: skip
 
 
 def jitted() -> dict[str, object]:
     import triton
 
-    from calibrate import kernels, row_kernels
+    from calibrate.kernels import factors, rounding, rows
 
     return {
         name: value
-        for module in (kernels, row_kernels)
+        for module in (factors, rounding, rows)
         for name, value in vars(module).items()
         if isinstance(value, triton.JITFunction)
     }

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from calibrate import guidance
-from calibrate.guidance import guide
+from calibrate import guidance, states
+from calibrate.guidance import Guidance, guide
 from glm5q import pipeline
 from glm5q.checkpoint import open_checkpoint
 from tests.calibrate.test_gpu_route import files
@@ -34,24 +34,41 @@ def test_two_runs_on_a_gpu_are_byte_equal_and_near_the_cpus(
 def test_guidance_on_a_gpu_is_repeatable_and_near_the_cpus(
     glm5: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16 and several windows at a time, from one gradient of the loss."""
+    """In bfloat16 and eight windows at a time, from one gradient of the loss; again from a host's.
 
-    def slope(_source: object, hidden: Tensor, *_: object) -> Tensor:
+    The states and their gradient then travel beside the work, and may not be overtaken by it.
+    """
+
+    def slope(_source: object, hidden: Tensor, device: str, _store: object) -> Tensor:
         generator = torch.Generator().manual_seed(1)
-        return torch.randn(hidden.shape, generator=generator).to(hidden.device)
+        values = torch.randn(hidden.shape, generator=generator)
+        return states.room(hidden.shape, device).copy_(values)
 
     monkeypatch.setattr(guidance, "_loss_gradient", slope)
+    monkeypatch.setattr(guidance, "GRADIENT_TOKENS", 8 * 64)
     source = open_checkpoint(glm5)
     tokens = torch.randint(0, 256, (24, 64), generator=torch.Generator().manual_seed(0))
-    first, again, cpu = (guide(source, tokens, device=d) for d in ("cuda", "cuda", "cpu"))
+    first, cpu = (guide(source, tokens, device=device) for device in ("cuda", "cpu"))
+    for module in (guidance, states):
+        monkeypatch.setattr(module, "DEVICE_STATE_BYTES", 0)
+    again = guide(source, tokens, device="cuda")
     assert any(first)
     for one, other, exact in zip(first, again, cpu, strict=True):
         if one is None or other is None or exact is None:
             assert one is other is exact
             continue
         assert torch.equal(one.experts, other.experts)
-        assert (one.experts.sort().values == exact.experts.sort().values).float().mean() > 0.97
+        same = (one.experts.sort().values == exact.experts.sort().values).all(1)
+        assert same.float().mean() > 0.9  # 0.94: near ties of the router fall otherwise in bfloat16
         for path, weight in one.weights.items():
             assert torch.equal(weight, other.weights[path])
-            both = torch.stack((weight.mean(1), exact.weights[path].mean(1))).log()
-            assert torch.corrcoef(both)[0, 1] > 0.97
+            logs = torch.stack((by_expert(one, path)[same], by_expert(exact, path)[same])).log()
+            # 0.988 and 0.014 at worst, as a token that falls otherwise moves later ones of its
+            # window; of another path 0.88 and 0.21, of a token's other choice below zero and 0.43.
+            assert torch.corrcoef(logs.flatten(1))[0, 1] > 0.96
+            assert logs.diff(dim=0).abs().median() < 0.05
+
+
+def by_expert(guided: Guidance, path: str) -> Tensor:
+    """Returns the weights [tokens, k], a token's in the order of its experts' numbers."""
+    return guided.weights[path].gather(1, guided.experts.long().argsort(1))

@@ -9,6 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 from calibrate import guidance, run
 from calibrate.block import Observer, decoder_layer, rms_norm
 from calibrate.guidance import Guidance, guide
+from calibrate.states import States
 from glm5q import names
 from glm5q.checkpoint import open_checkpoint
 from glm5q.layer import runnable
@@ -68,3 +69,12 @@ def test_rows_find_their_token_and_expert() -> None:
     # Expert 0 takes token 0; expert 1 tokens 0 (not the source's choice) and 1; expert 2 token 1.
     tokens, offsets = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 3, 4])
     assert guided.rows("path", tokens, offsets).tolist() == [6.0, 1.0, 7.0, 8.0]
+
+
+@pytest.mark.parametrize("windows", [slice(0, 1), slice(1, 4), slice(4, 5), slice(0, 5)])
+def test_shared_indices_are_found_in_chunks_of_another_size(windows: slice) -> None:
+    indices = torch.arange(20).unsqueeze(1)
+    states = States(torch.zeros(5, 4, 1), tuple(indices.split((8, 8, 4))))
+    found = guidance._indices_of(states, windows, 4, torch.device("cpu"))
+    assert found is not None
+    assert torch.equal(found, indices[4 * windows.start : 4 * windows.stop])

@@ -19,6 +19,7 @@ from calibrate.data import load_windows
 from calibrate.inner import Sums
 from calibrate.job import Place
 from calibrate.observe import Statistics
+from calibrate.products import Stack
 from glm5q import names, pipeline, quant
 from glm5q.checkpoint import open_checkpoint
 from glm5q.config import ModelConfig
@@ -56,7 +57,8 @@ def rows(seed: int, *shape: int) -> Tensor:
 
 def sums(left: Tensor, inner_rows: Tensor, counts: tuple[int, ...]) -> Sums:
     """In two chunks of the same rows' halves, as an observer is given them."""
-    found = Sums(Codes(torch.zeros(0), torch.zeros(0), IntScheme(4, None, "float32", None)), None)
+    none = Codes(torch.zeros(0), torch.zeros(0), IntScheme(4, None, "float32", None))
+    found = Sums(Stack(none), None)
     offsets = torch.tensor([0, *counts]).cumsum(0)
     found.both(left, inner_rows, offsets, left[:0], None)
     return found

@@ -145,7 +145,8 @@ def _encoded(format_name: str, matrix: Codes) -> dict[str, Tensor]:
         return modelslim.encode("m", matrix)
     if format_name == "sglang-w4afp8":
         return sglang_w4afp8.encode("m.gate_proj", matrix)
-    return compressed_tensors.encode("m", matrix, packed=format_name == "int32")
+    whole = compressed_tensors.encode(matrix, packed=format_name == "int32")
+    return {f"m.{key}": tensor for key, tensor in whole.items()}
 
 
 KERNELS = {"int32": _marlin, "int8": _bytes, "sglang-w4afp8": _w4afp8, "modelslim": _ascend}
@@ -186,8 +187,10 @@ def test_codes_meet_the_scale_that_the_files_hold(name: str) -> None:
         scale = quant.round_scale(quant.absmax_scale(weight, scheme), scheme)
         matrix = Codes(quant.quantize(weight, scale, scheme), scale, scheme, 1.0)
         form, path = formats.get(recipe.format), "mlp.experts.0.gate_proj"
-        options = () if recipe.format != "compressed-tensors" else (recipe.packing == "int32",)
-        tensors = form.encode(path, matrix, *options)  # type: ignore[attr-defined]
+        if recipe.format == "compressed-tensors":
+            tensors = compressed_tensors.encode(matrix, recipe.packing == "int32")
+        else:
+            tensors = form.encode(path, matrix)  # type: ignore[attr-defined]
         stored = next(t for k, t in tensors.items() if "weight_scale" in k)
         assert stored.dtype == quant.SCALE_DTYPES[scheme.scale_dtype]
         assert torch.equal(stored.float(), scale)

@@ -19,9 +19,8 @@ TINY = tl.constexpr(1.1754943508222875e-38)  # bfloat16's smallest normal, as qu
 
 @triton.jit
 def nearest(x, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """x rounded to an integer of LOW .. HIGH, as float32. Clamped first: |x| may be huge."""
-    bounded = tl.minimum(tl.maximum(x, LOW), HIGH)
-    return (bounded + ROUND) - ROUND
+    """x rounded to an integer of LOW .. HIGH, as float32; a product before fuses with the sum."""
+    return tl.minimum(tl.maximum(x + ROUND, ROUND + LOW), ROUND + HIGH) - ROUND
 
 
 @triton.jit
@@ -33,23 +32,6 @@ def stored_scale(scale, BFLOAT16: tl.constexpr):
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         stored = bits.to(tl.float32, bitcast=True)
     return tl.where((stored >= TINY) & (stored < float("inf")), stored, 1.0)
-
-
-@triton.jit
-def round_codes(
-    weight, scales, codes, rows, columns, groups,
-    LOW: tl.constexpr, HIGH: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """rtn: weight [experts, rows, columns] in steps of `scales` [experts, groups, rows]."""
-    place = tl.program_id(0).to(tl.int64)
-    expert, row = place // rows, place % rows
-    column = tl.arange(0, SPAN)
-    inside = column < columns
-    w = tl.load(weight + place * columns + column, mask=inside, other=0.0).to(tl.float32)
-    group = column // (columns // groups)
-    step = tl.load(scales + (expert * groups + group) * rows + row, mask=inside, other=1.0)
-    code = nearest(tl.div_rn(w, step), LOW, HIGH)
-    tl.store(codes + place * columns + column, code.to(tl.int8), mask=inside)
 
 
 @triton.jit
@@ -86,107 +68,134 @@ def turn(x, out, rows, columns, SIDE: tl.constexpr):
 
 @triton.jit
 def search_clip(
-    weight, square, shares, scales, rows, columns,
+    weight, square, shares, scales, codes, rows, columns,
     STEPS: tl.constexpr, REACH: tl.constexpr, BFLOAT16: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """rtn.search_scale: weight [experts, rows, columns], scales [experts, groups, rows]."""
+    """rtn.search_scale and rtn.rtn: weight and codes [experts, rows, columns].
+
+    `scales` come out as [experts, groups, rows]; one of a share below zero is so too. A group is
+    held in PIECES, so that few threads share a row and what a row costs is spread on more columns.
+    """
     expert, group = tl.program_id(2).to(tl.int64), tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = group * WIDTH + tl.arange(0, SPAN)
-    inside = tl.arange(0, SPAN) < WIDTH
-    near = (row < rows)[:, None] & inside[None, :]
-    place = (expert * rows + row[:, None]) * columns + column[None, :]
-    w = tl.load(weight + place, mask=near, other=0.0).to(tl.float32)
-    importance = tl.load(square + expert * columns + column, mask=inside, other=0.0)
-    full = tl.max(tl.abs(w), axis=1) / REACH
+    start = (expert * rows + row[:, None]) * columns + group * WIDTH
+    weights, counts = (), ()
+    full = tl.zeros((ROWS,), tl.float32)
+    for piece in tl.static_range(PIECES):
+        column = piece * (SPAN // PIECES) + tl.arange(0, SPAN // PIECES)
+        near = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        w = tl.load(weight + start + column[None, :], mask=near, other=0.0).to(tl.float32)
+        place = square + expert * columns + group * WIDTH + column
+        counts = counts + (tl.load(place, mask=column < WIDTH, other=0.0),)
+        weights = weights + (w,)
+        full = tl.maximum(full, tl.max(tl.abs(w), axis=1))
+    full = full / REACH
     best = stored_scale(full, BFLOAT16)
     least = tl.full((ROWS,), float("inf"), tl.float32)
     for step in range(STEPS):
-        scale = stored_scale(full * tl.load(shares + step), BFLOAT16)
-        codes = nearest(w * (1.0 / scale)[:, None], LOW, HIGH)
-        difference = codes * scale[:, None] - w
-        error = tl.sum(difference * difference * importance[None, :], axis=1)
+        share = tl.load(shares + step)
+        scale = stored_scale(full * tl.abs(share), BFLOAT16) * tl.where(share < 0, -1.0, 1.0)
+        inverse = (1.0 / scale)[:, None]
+        sums = tl.zeros((ROWS, SPAN // PIECES), tl.float32)
+        for piece in tl.static_range(PIECES):
+            w = weights[piece]
+            difference = nearest(w * inverse, LOW, HIGH) * scale[:, None] - w
+            sums += difference * difference * counts[piece][None, :]
+        error = tl.sum(sums, axis=1)
         better = error < least
         least = tl.where(better, error, least)
         best = tl.where(better, scale, best)
     groups = columns // WIDTH
     tl.store(scales + (expert * groups + group) * rows + row, best, mask=row < rows)
+    for piece in tl.static_range(PIECES):
+        column = piece * (SPAN // PIECES) + tl.arange(0, SPAN // PIECES)
+        near = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        exact = tl.div_rn(
+            weights[piece], best[:, None] + tl.zeros((ROWS, SPAN // PIECES), tl.float32)
+        )
+        tl.store(codes + start + column[None, :], nearest(exact, LOW, HIGH).to(tl.int8), mask=near)
 
 
 @triton.jit
 def round_block(
-    fed, weight, scales, group, feedback, errors, precise, codes, rows, columns, groups, start,
-    LOW: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr, MICRO: tl.constexpr,
+    fed, pitch, weight, scales, order, corner, errors, precise, codes, rows, columns, groups,
+    start, LOW: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr, MICRO: tl.constexpr,
     ROWS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """gptq's rounding of BLOCK columns, each fed by those before it.
+    """gptq's rounding of BLOCK columns of `order` from the last to the first, each fed by those
+    rounded before it.
 
-    `fed` [experts, BLOCK, rows] is what earlier blocks feed in; `feedback` [experts, BLOCK, BLOCK]
-    float32 is M of this block. Writes `codes`, and the errors both as they are, for this block,
-    and in the dtype of `errors`, for later ones.
+    `fed` [experts, BLOCK, rows] float32, experts `pitch` apart, is what later blocks feed in times
+    the diagonal of the factor, of which `corner` [experts, blocks, BLOCK, BLOCK] has the block.
+    Writes `codes` in the weight's own order; the errors in this one, as they are in `precise`
+    [experts, BLOCK, rows] and in their dtype for earlier blocks in `errors`.
     """
     expert = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     block = expert * BLOCK * rows + row
     whole = expert * columns * rows + row
-    pairs = feedback + expert * BLOCK * BLOCK
-    for micro in range(BLOCK // MICRO):
-        if micro > 0:
+    fed += expert * pitch
+    pairs = corner + (expert * columns + start) * BLOCK
+    order += expert * columns + start
+    for step in range(BLOCK // MICRO):
+        micro = BLOCK // MICRO - 1 - step
+        if step > 0:
             feed_micro(
-                fed + expert * BLOCK * rows, precise + expert * BLOCK * rows, pairs, 1, BLOCK,
-                fed + expert * BLOCK * rows, micro, row, rows, MICRO, DOT,
-            )  # fmt: skip
+                fed, precise + expert * BLOCK * rows, pairs, step, row, rows, BLOCK, MICRO, DOT
+            )
         # All that is read comes before anything is written: a store holds up every later load.
         weights, steps, feeds = (), (), ()
         for index in tl.static_range(MICRO):
-            local = micro * MICRO + index
-            column = start + local
-            place = expert * groups + tl.load(group + expert * columns + column)
-            steps = steps + (tl.load(scales + place * rows + row, mask=live, other=1.0),)
-            w = tl.load(weight + whole + column * rows, mask=live, other=0.0)
+            local = micro * MICRO + MICRO - 1 - index
+            column = tl.load(order + local)
+            group = expert * groups + column // (columns // groups)
+            steps = steps + (tl.load(scales + group * rows + row, mask=live, other=1.0),)
+            place = whole + column * rows
+            w = tl.load(weight + place, mask=live, other=0.0)
             weights = weights + (w.to(tl.float32),)
-            feeds = feeds + (tl.load(fed + block + local * rows, mask=live, other=0.0),)
+            feeds = feeds + (tl.load(fed + local * rows + row, mask=live, other=0.0),)
         done, rounded = (), ()
         for index in tl.static_range(MICRO):
-            local = micro * MICRO + index
-            x = weights[index] + feeds[index]
+            local = micro * MICRO + MICRO - 1 - index
+            total = feeds[index]
             for before in tl.static_range(index):
-                x += done[before] * tl.load(pairs + (micro * MICRO + before) * BLOCK + local)
+                later = micro * MICRO + MICRO - 1 - before
+                total += done[before] * tl.load(pairs + local * BLOCK + later)
+            x = weights[index] + total * (1.0 / tl.load(pairs + local * BLOCK + local))
             code = nearest(x * (1.0 / steps[index]), LOW, HIGH)
             rounded = rounded + (code,)
             done = done + (weights[index] - code * steps[index],)
         for index in tl.static_range(MICRO):
-            local = micro * MICRO + index
-            column = start + local
-            tl.store(codes + whole + column * rows, rounded[index].to(tl.int8), mask=live)
+            local = micro * MICRO + MICRO - 1 - index
+            place = whole + tl.load(order + local) * rows
+            tl.store(codes + place, rounded[index].to(tl.int8), mask=live)
             tl.store(precise + block + local * rows, done[index], mask=live)
-            tl.store(
-                errors + whole + column * rows, done[index].to(errors.dtype.element_ty), mask=live
-            )
+            place = whole + (start + local) * rows
+            tl.store(errors + place, done[index].to(errors.dtype.element_ty), mask=live)
 
 
 @triton.jit
 def feed_micro(
-    source, changes, pairs, pair_row, pair_column, target, micro, row, rows,
-    MICRO: tl.constexpr, DOT: tl.constexpr,
+    fed, changes, pairs, step, row, rows,
+    BLOCK: tl.constexpr, MICRO: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """target[micro] = source[micro] + pairs x the changes of the block's earlier columns."""
+    """fed += pairs x the changes of later columns, for the MICRO columns of this step."""
     tl.debug_barrier()  # other threads wrote the changes
-    mine = micro * MICRO + tl.arange(0, MICRO)
+    mine = BLOCK - (step + 1) * MICRO + tl.arange(0, MICRO)
     live = row < rows
-    place = mine[:, None] * rows + row[None, :]
-    sums = tl.load(source + place, mask=live[None, :], other=0.0)
-    for part in range(micro):
-        earlier = part * MICRO + tl.arange(0, MICRO)
-        left = tl.load(pairs + mine[:, None] * pair_row + earlier[None, :] * pair_column)
+    place = fed + mine[:, None] * rows + row[None, :]
+    sums = tl.load(place, mask=live[None, :], other=0.0)
+    for part in range(step):
+        later = BLOCK - (part + 1) * MICRO + tl.arange(0, MICRO)
+        left = tl.load(pairs + mine[:, None] * BLOCK + later[None, :])
         right = tl.load(
-            changes + earlier[:, None] * rows + row[None, :], mask=live[None, :], other=0.0
+            changes + later[:, None] * rows + row[None, :], mask=live[None, :], other=0.0
         )
-        sums = tl.dot(left.to(tl.float32), right, sums, input_precision=DOT)
-    tl.store(target + place, sums, mask=live[None, :])
+        sums = tl.dot(left, right, sums, input_precision=DOT)
+    tl.store(place, sums, mask=live[None, :])
     tl.debug_barrier()
 
 
@@ -293,29 +302,30 @@ def refit_block(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     inner = tl.arange(0, BLOCK)
+    whole, near = (expert * columns + start) * rows, live[None, :]
+    place = inner[:, None] * rows + row[None, :]  # in all that is a block or begins at it
     pairs = gram + (expert * columns + start) * columns + start
     square = tl.load(pairs + inner[:, None] * columns + inner[None, :])
-    block = expert * BLOCK * rows + inner[:, None] * rows + row[None, :]
-    whole = (expert * columns + start) * rows + inner[:, None] * rows + row[None, :]
-    codes_here = tl.load(codes + whole, mask=live[None, :], other=0).to(square.dtype)
+    codes_here = tl.load(codes + whole + place, mask=near, other=0).to(square.dtype)
     # A code has few bits: exact in bfloat16. The square is its own transpose: one product for both.
     product = tl.dot(square, codes_here, input_precision=DOT)
     q = codes_here.to(tl.float32)
-    moved = tl.load(changes + block, mask=live[None, :], other=0.0).to(tl.float32)
-    place = gradient + expert * pitch + inner[:, None] * rows + row[None, :]
-    slope = tl.sum(tl.load(place, mask=live[None, :], other=0.0) * q + product * moved, axis=0)
+    changes += expert * BLOCK * rows
+    moved = tl.load(changes + place, mask=near, other=0.0).to(tl.float32)
+    slopes = tl.load(gradient + expert * pitch + place, mask=near, other=0.0)
+    slope = tl.sum(slopes * q + product * moved, axis=0)
     curvature = tl.sum(product * q, axis=0)
-    place = scales + (expert * groups + start // BLOCK) * rows + row
-    scale = tl.load(place, mask=live, other=1.0)
+    scales += (expert * groups + start // BLOCK) * rows
+    scale = tl.load(scales + row, mask=live, other=1.0)
     sign = tl.where(scale < 0, -1.0, 1.0)
     wanted = sign * (scale - slope / tl.maximum(curvature, 1e-30))
     change = sign * stored_scale(tl.maximum(wanted, 0.0), BFLOAT16) - scale
     gain = 2 * change * slope + change * change * curvature
     before = scale
     scale = tl.where((gain < 0) & (wanted > 0), scale + change, scale)
-    tl.store(place, scale, mask=live)
-    w = tl.load(weight + whole, mask=live[None, :], other=0.0).to(tl.float32)
+    tl.store(scales + row, scale, mask=live)
+    w = tl.load(weight + whole + place, mask=near, other=0.0).to(tl.float32)
     after = q * scale[None, :] - w
     moved += q * (scale - before)[None, :]
-    tl.store(changes + block, moved.to(changes.dtype.element_ty), mask=live[None, :])
-    tl.store(difference + whole, after.to(difference.dtype.element_ty), mask=live[None, :])
+    tl.store(changes + place, moved.to(changes.dtype.element_ty), mask=near)
+    tl.store(difference + whole + place, after.to(difference.dtype.element_ty), mask=near)

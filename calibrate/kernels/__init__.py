@@ -1,0 +1,1 @@
+"""Triton and Gluon kernels of calibration. Nothing here is imported before it is launched."""
