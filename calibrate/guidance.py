@@ -23,8 +23,8 @@ from calibrate.block import Observer, after_attention, decoder_layer, rms_norm
 from calibrate.mixture_gradient import mixture_gradient
 from calibrate.row_gradients import exact_linear
 from calibrate.shares import IN_MEMORY, Store
+from calibrate.shelf import Shelf
 from calibrate.states import (
-    DEVICE_STATE_BYTES,
     Progress,
     States,
     advance,
@@ -79,25 +79,24 @@ def guide(
 ) -> list[Guidance | None]:
     """Returns the guidance of every decoder layer, None where there are no routed experts.
 
-    `tokens` int64 [windows, sequence_length]. Keeps one hidden state a layer, on the host or in
-    `store`; weights of two layers at a time are in memory. A GPU multiplies in bfloat16.
+    `tokens` int64 [windows, sequence_length]. A Shelf keeps one hidden state a layer; weights of
+    two layers at a time are in memory. A GPU multiplies in bfloat16.
     """
     config = source.config
     total = 2 * config.num_hidden_layers
     dtype = _dtype(device)
-    states, inputs = embed(source, tokens, device), []
+    states = embed(source, tokens, device)
+    inputs = Shelf(config.num_hidden_layers, store)
     for layer in layers(source.layer, range(config.num_hidden_layers)):
         progress(f"guidance, layer {layer.number}", layer.number, total)
-        inputs.append(_kept(states, config.num_hidden_layers, store))
-        states = replace(inputs[-1], spare=None)
+        inputs.put(states)
         states = advance(config, layer.number, runnable(layer, dtype, device), states)
     gradient = _loss_gradient(source, states.hidden, device, store)
     guidance: list[Guidance | None] = []
     for layer in layers(source.layer, range(config.num_hidden_layers - 1, -1, -1)):
         progress(f"guidance, layer {layer.number}", total - 1 - layer.number, total)
         weights = runnable(layer, dtype, device)
-        gradient, found = backward(config, weights, inputs[layer.number], gradient)
-        inputs.pop()
+        gradient, found = backward(config, weights, inputs.take(), gradient)
         guidance.append(found)
     return guidance[::-1]
 
@@ -105,18 +104,6 @@ def guide(
 def _dtype(device: str) -> torch.dtype:
     """What a device multiplies in."""
     return torch.bfloat16 if device.startswith("cuda") else torch.float32
-
-
-def _kept(states: States, layers: int, store: Store) -> States:
-    """Returns the states where as many as there are layers have room: a GPU's only if small."""
-    size = layers * states.hidden.nbytes
-    limit = None if store.memory_bytes is None else 2 * store.memory_bytes // layers
-    each = replace(store, memory_bytes=limit)
-    small = states.hidden.is_cuda and size <= DEVICE_STATE_BYTES
-    if small or (states.hidden.device.type == "cpu" and each.takes(states.hidden.nbytes)):
-        return states
-    hidden = room(states.hidden.shape, "cpu", each).copy_(states.hidden)
-    return replace(states, hidden=hidden, spare=None)
 
 
 def _loss_gradient(source: LayerSource, hidden: Tensor, device: str, store: Store) -> Tensor:

@@ -64,15 +64,15 @@ class Store:
         """Whether two layers' states of `size` bytes lie in memory."""
         return self.memory_bytes is None or self.folder is None or 2 * size <= self.memory_bytes
 
-    def file(self, shape: Sequence[int]) -> Tensor:
-        """Returns float32 of `shape` in a new file. Raises OutputError where there is no space."""
+    def file(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns a tensor in a new file. Raises OutputError where there is no space."""
         assert self.folder is not None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder) as file:
-                size = 4 * math.prod(shape)
+                size = dtype.itemsize * math.prod(shape)
                 os.posix_fallocate(file.fileno(), 0, size)  # now, not as a signal later
-                values = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.float32)
+                values = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=dtype)
         except OSError as error:
             raise write_error(self.folder, error) from error
         return values.view(*shape)

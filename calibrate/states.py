@@ -183,17 +183,22 @@ def on_gpu(
     return States(hidden, None, chunk_tokens, spare, share, store)
 
 
-def room(shape: Sequence[int], device: str, store: Store = IN_MEMORY) -> Tensor:
-    """Returns float32 of `shape` for hidden states.
+def room(
+    shape: Sequence[int],
+    device: str,
+    store: Store = IN_MEMORY,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Returns a tensor of `shape` for hidden states.
 
     On `device`, or on the host if large for a GPU: pinned, or in a file where `store` says so.
     """
-    size, on_gpu = 4 * math.prod(shape), device.startswith("cuda")
+    size, on_gpu = dtype.itemsize * math.prod(shape), device.startswith("cuda")
     if (not on_gpu or size > DEVICE_STATE_BYTES) and not store.takes(size):
-        return store.file(shape)
+        return store.file(shape, dtype)
     if on_gpu and size > DEVICE_STATE_BYTES:
-        return _pinned(torch.empty(tuple(shape), dtype=torch.float32))
-    return torch.empty(tuple(shape), dtype=torch.float32, device=device)
+        return _pinned(torch.empty(tuple(shape), dtype=dtype))
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 def _pinned(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from calibrate import run
 from calibrate.guidance import Guidance, backward
 from calibrate.ranks import joined
+from calibrate.shelf import Shelf
 from glm5q import names, releases
 from glm5q.config import ModelConfig, parse_config, read_config
 from glm5q.errors import UserError
@@ -205,8 +206,10 @@ def _guidance(
     """
     with job.stage("guidance", place):
         weights = runnable(layer, place.dtype, place.device)
+        inputs = Shelf(1, job.states.store)
+        inputs.put(job.states)
         gradient = run.advance(config, layer.number, weights, job.states).hidden
-        found = backward(config, weights, job.states, gradient)[1]
+        found = backward(config, weights, inputs.take(), gradient)[1]
     return [*[None] * layer.number, found]
 
 

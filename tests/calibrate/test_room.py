@@ -117,8 +117,8 @@ def test_hidden_states_past_the_limit_lie_in_files(
     """The same bytes are written, no file is left, and the record says where they lay."""
     original, files_made = shares.Store.file, []
 
-    def file(store, shape):  # type: ignore[no-untyped-def]
-        made = original(store, shape)
+    def file(store, shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
+        made = original(store, shape, dtype)
         files_made.append(made.nbytes)
         assert not [p for p in store.folder.iterdir() if p.stat().st_size >= made.nbytes]
         return made
