@@ -97,7 +97,8 @@ def factor(panels: Panels, like: Tensor) -> Factor:
             left = tuple(half[:, :start, start:stop].transpose(1, 2) for half in upper)
             subtract(panel, left, tuple(half[:, :start, start:] for half in upper))
         inverse.append(_factor_panel(panel, upper, corner, start))
-    failed = ~corner.diagonal(dim1=2, dim2=3).isfinite().flatten(1).all(1)
+    diagonal = corner.diagonal(dim1=2, dim2=3)
+    failed = ~((diagonal > 0) & torch.isfinite(diagonal)).flatten(1).all(1)
     return Factor(upper, corner, tuple(inverse), failed)
 
 

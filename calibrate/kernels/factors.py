@@ -35,22 +35,20 @@ def gather_panel(
 ):  # fmt: skip
     """Rows start .. start + SIDE of what mix_grams means, columns and rows in `order` (int32).
 
-    Columns from `start` on: out [experts, SIDE, columns - start] float32. A row is read as it lies
-    and put in order in shared memory: each address of a warp's own takes a cache a cycle.
+    Columns from `start` on: out [experts, SIDE, columns - start] float32.
     """
     expert, pivot = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    order += expert * columns + start
-    row = tl.load(order + pivot).to(tl.int64)
-    column = tl.arange(0, SPAN)
+    order += expert * columns
+    row = tl.load(order + start + pivot).to(tl.int64)
+    mine, factor, other = tl.load(own + expert), tl.load(share + expert), tl.load(added + expert)
+    out += (expert * SIDE + pivot) * (columns - start)
+    column = start + tl.arange(0, SPAN)
     inside = column < columns
-    place = sums + (expert * columns + row) * columns + column
-    value = tl.load(own + expert) * tl.load(place, mask=inside, other=0.0)
-    other = tl.load(layer + row * columns + column, mask=inside, other=0.0)
-    value += tl.load(share + expert) * other
-    value += tl.where(column == row, tl.load(added + expert), 0.0)
-    left = column < columns - start
-    ordered = tl.gather(value, tl.load(order + column, mask=left, other=0), 0)
-    tl.store(out + (expert * SIDE + pivot) * (columns - start) + column, ordered, mask=left)
+    place = tl.load(order + column, mask=inside, other=0)
+    value = mine * tl.load(sums + (expert * columns + row) * columns + place, mask=inside)
+    value += factor * tl.load(layer + row * columns + place, mask=inside)
+    value += tl.where(place == row, other, 0.0)
+    tl.store(out + column - start, value, mask=inside)
 
 
 @triton.jit
@@ -101,10 +99,8 @@ def factor_square(
         near += first // BLOCK * BLOCK * BLOCK
         tl.store(corner + near, rows, mask=(both < PART)[None, :])
         tl.debug_barrier()
-        spot = mine[:, None] * SIDE + first + (both - PART)[None, :]
-        right_half = (both >= PART)[None, :]
-        tl.store(work + spot, rows, mask=right_half)
-        store_halves(high + spot, low + spot, rows, right_half)
+        spot = work + mine[:, None] * SIDE + first + (both - PART)[None, :]
+        tl.store(spot, rows, mask=(both >= PART)[None, :])
         tl.debug_barrier()
         inverse = tl.load(work + mine[:, None] * SIDE + first + inner[None, :])
         done = tl.dot(inverse, sums, input_precision=DOT)
@@ -112,19 +108,16 @@ def factor_square(
         near = mine[:, None] % BLOCK * BLOCK + (column % BLOCK)[None, :]
         near += first // BLOCK * BLOCK * BLOCK
         tl.store(corner + near, done, mask=within[None, :])
-        others = (~after | (column >= first + PART))[None, :]
-        tl.store(place, done, mask=others)
-        spot = mine[:, None] * SIDE + column[None, :]
-        store_halves(high + spot, low + spot, tl.where(after[None, :], 0.0, done), others)
+        diagonal = after & (column < first + PART)
+        tl.store(place, done, mask=(~diagonal)[None, :])
         tl.debug_barrier()
-
-
-@triton.jit
-def store_halves(high, low, values, mask):
-    """The sum of what comes to lie at two places is `values`, to the bits that both hold."""
-    big = values.to(high.dtype.element_ty)
-    tl.store(high, big, mask=mask)
-    tl.store(low, (values - big.to(tl.float32)).to(low.dtype.element_ty), mask=mask)
+        found = tl.load(place, mask=(column < first + PART)[None, :], other=0.0)
+        big = found.to(high.dtype.element_ty)
+        small = (found - big.to(tl.float32)).to(low.dtype.element_ty)
+        spot = mine[:, None] * SIDE + column[None, :]
+        tl.store(high + spot, big)
+        tl.store(low + spot, small)
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -173,4 +166,6 @@ def finish_panel(
         sums = tl.dot(left, small, sums)
         sums = tl.dot(tl.load(low + place), big, sums)
     place = row[:, None] * width + column[None, :]
-    store_halves(upper + place, rest + place, sums, inside)
+    big = sums.to(half)
+    tl.store(upper + place, big, mask=inside)
+    tl.store(rest + place, (sums - big.to(tl.float32)).to(half), mask=inside)

@@ -234,8 +234,8 @@ def move_block(
 ):  # fmt: skip
     """descent's pass over BLOCK columns, sixteen at a time: each code to its best given the others.
 
-    `gradient` [experts, BLOCK, rows], experts `pitch` apart, is (rounded - weight) x gram before
-    any move of this block; `gram` [experts, columns, columns]. Writes codes, `difference` =
+    `gradient` [experts, BLOCK, rows] float32, experts `pitch` apart, is (rounded - weight) x gram
+    before any move of this block; `gram` [experts, columns, columns]. Writes codes, `difference` =
     rounded - weight, and `changes` [experts, BLOCK, rows] of the rounded weight.
     """
     expert = tl.program_id(1).to(tl.int64)
@@ -250,7 +250,7 @@ def move_block(
     for micro in range(BLOCK // 16):
         mine = micro * 16 + tl.arange(0, 16)
         place = gradient + expert * pitch + mine[:, None] * rows + row[None, :]
-        sums = tl.load(place, mask=live[None, :], other=0.0).to(tl.float32)
+        sums = tl.load(place, mask=live[None, :], other=0.0)
         tl.debug_barrier()  # other threads wrote the changes
         for part in range(micro):
             earlier = part * 16 + tl.arange(0, 16)
@@ -304,21 +304,19 @@ def refit_block(
     inner = tl.arange(0, BLOCK)
     whole, near = (expert * columns + start) * rows, live[None, :]
     place = inner[:, None] * rows + row[None, :]  # in all that is a block or begins at it
-    changes += expert * BLOCK * rows
-    scales += (expert * groups + start // BLOCK) * rows
     pairs = gram + (expert * columns + start) * columns + start
-    # All that is read comes first: what waits for a product waits for memory once more.
     square = tl.load(pairs + inner[:, None] * columns + inner[None, :])
     codes_here = tl.load(codes + whole + place, mask=near, other=0).to(square.dtype)
-    moved = tl.load(changes + place, mask=near, other=0.0).to(tl.float32)
-    slopes = tl.load(gradient + expert * pitch + place, mask=near, other=0.0).to(tl.float32)
-    w = tl.load(weight + whole + place, mask=near, other=0.0).to(tl.float32)
-    scale = tl.load(scales + row, mask=live, other=1.0)
     # A code has few bits: exact in bfloat16. The square is its own transpose: one product for both.
     product = tl.dot(square, codes_here, input_precision=DOT)
     q = codes_here.to(tl.float32)
+    changes += expert * BLOCK * rows
+    moved = tl.load(changes + place, mask=near, other=0.0).to(tl.float32)
+    slopes = tl.load(gradient + expert * pitch + place, mask=near, other=0.0)
     slope = tl.sum(slopes * q + product * moved, axis=0)
     curvature = tl.sum(product * q, axis=0)
+    scales += (expert * groups + start // BLOCK) * rows
+    scale = tl.load(scales + row, mask=live, other=1.0)
     sign = tl.where(scale < 0, -1.0, 1.0)
     wanted = sign * (scale - slope / tl.maximum(curvature, 1e-30))
     change = sign * stored_scale(tl.maximum(wanted, 0.0), BFLOAT16) - scale
@@ -326,6 +324,7 @@ def refit_block(
     before = scale
     scale = tl.where((gain < 0) & (wanted > 0), scale + change, scale)
     tl.store(scales + row, scale, mask=live)
+    w = tl.load(weight + whole + place, mask=near, other=0.0).to(tl.float32)
     after = q * scale[None, :] - w
     moved += q * (scale - before)[None, :]
     tl.store(changes + place, moved.to(changes.dtype.element_ty), mask=near)

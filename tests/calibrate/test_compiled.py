@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 SIZES = "rows: i32, columns: i32, groups: i32"
 SWEEP = (
-    "gradient: *bf16, changes: *bf16, pitch: i32, weight: *bf16, scales: *fp32, gram: *bf16, "
+    "gradient: *fp32, changes: *bf16, pitch: i32, weight: *bf16, scales: *fp32, gram: *bf16, "
     f"difference: *bf16, codes: *i8, {SIZES}, start: i32"
 )
 MIXTURE = "sums: *fp32, layer: *fp32, own: *fp32, share: *fp32, added: *fp32"
@@ -88,7 +88,7 @@ KERNELS: dict[str, tuple[str, dict[str, object], int]] = {  # arguments, constan
     ),
 }  # fmt: skip
 HELPERS = {
-    "nearest", "stored_scale", "feed_micro", "halves", "columns_of", "eliminated", "store_halves",
+    "nearest", "stored_scale", "feed_micro", "halves", "columns_of", "eliminated",
     "nearest_e4m3", "expanded",
 }  # fmt: skip
 
