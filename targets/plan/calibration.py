@@ -2,7 +2,7 @@
 
 Terms follow calibrate.run: one layer is worked on while the next is read, hidden states lie in
 float32. On a CPU a layer runs in float32 and candidates are compared dequantized; on a GPU it runs
-in bfloat16, candidates are dequantized a few at a time, and large hidden states stay on the host.
+in bfloat16, candidates are multiplied as bytes, and large hidden states stay on the host.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from targets.plan.weights import Elements, Matrix, matrices, matrix_bytes, relea
 FLOAT, BFLOAT = 4, 2
 GPU_STATES_BYTES = 4 << 30  # hidden states beyond it lie in host memory
 GPU_CHUNK_TOKENS = 65_536  # run at once there
-AT_ONCE = 16  # a stack's candidates dequantized together on a GPU
-PART_ELEMENTS = {"cpu": 1 << 28, "gpu": 1 << 29}  # weights of a stack that are rounded at once
-COPIES = 4  # of them in float32: the weights, what is left to do, errors, a candidate
+NEAR_BYTES = 6 << 30  # of host memory's states, what it keeps too
+PART_ELEMENTS = {"cpu": 1 << 28, "gpu": 3 << 27}  # weights of a stack that are rounded at once
+# Bytes beside them, a weight and a Gram's element. CPU: in float32 the weights, what is left to do,
+# errors, a candidate, the blended Gram. GPU: 9.4 GB for 16 experts of 4096 x 6144 were measured.
+PART_BYTES = {"cpu": (16, 4), "gpu": (8, 10)}
 DISK_BYTES_S = 2e9  # assumed where none is given: one NVMe disk, read and write
 SOURCE_READS = 2  # the scan that checks every value, and the layers
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes and seconds. Memory by part at the layer that needs most: what is held at its peak.
+    """Bytes and seconds. Memory by part where a layer needs most: what is held at its peak.
 
     `cpu` is all in main memory, with --device cpu; `host` and `gpu` are the two sides of --device
     cuda. `compute_s` is the products at the chip's bf16 peak; None where that is unknown.
@@ -67,13 +69,12 @@ def needs(
     flop = sum(_layer_flop(config, recipe, layer) for layer in range(config.num_layers))
     peak = chip.peak_ops_s.get("bf16", Figure(None, "unknown", "no source found"))
     layers = [_Layer(config, recipe, layer, elements) for layer in range(config.num_layers)]
-    hungry = max(layers, key=lambda layer: sum(layer.cpu().values()))
     return Needs(
         source_bytes,
         output,
-        hungry.cpu(),
-        hungry.host(),
-        hungry.gpu(),
+        max((layer.cpu() for layer in layers), key=_total),
+        max((layer.host() for layer in layers), key=_total),
+        max((layer.gpu() for layer in layers), key=_total),
         flop,
         None if peak.value is None else flop / peak.value,
         (SOURCE_READS * source_bytes + 2 * output) / disk_bytes_s,  # written, then read back
@@ -87,13 +88,14 @@ def _size(matrix: Matrix) -> int:
 
 
 class _Layer:
-    """The parts of memory that calibrating one layer takes."""
+    """The parts of memory that calibrating one layer takes, in the phase that takes most."""
 
     def __init__(self, config: ModelConfig, recipe: Recipe, layer: int, elements: Elements) -> None:
         kept = recipe.model_copy(update={"weights": dict.fromkeys(Role, Keep(method="keep"))})
         every = list(matrices(config, recipe, layer))
         coded = [m for m in every if isinstance(m.scheme, IntScheme)]
-        tokens = recipe.calibration.windows * recipe.calibration.sequence_length
+        plan = recipe.calibration
+        tokens = plan.windows * plan.sequence_length
         self.source = sum(
             m.count * matrix_bytes(m, kept, elements) for m in matrices(config, kept, layer)
         )
@@ -101,61 +103,90 @@ class _Layer:
         self.weights = sum(_size(m) for m in every)
         self.codes = sum(_size(m) * _methods(recipe, m, config) for m in coded)
         self.gram = sum(_gram(recipe, m, config) for m in coded)
+        one = tokens * config.hidden_size
         indices = 0 if all(config.full_indexer) else tokens * config.index_topk * 4
-        self.states = 2 * tokens * config.hidden_size * FLOAT + indices
+        self.pair = 2 * one * FLOAT  # a layer's states, and the next one's
+        self.states = self.pair * (2 if recipe.steps.correction else 1) + indices
+        self.guided = recipe.steps.guidance
+        self.inputs = config.num_hidden_layers * one
+        self.gradient = one * FLOAT
         self._stacks = [m for m in coded if m.count > 1 and not m.path.endswith("up_proj")]
-        largest = max((m.rows * m.columns for m in self._stacks), default=0)
-        self.few = AT_ONCE * largest * FLOAT
         rows = min(tokens, GPU_CHUNK_TOKENS) * config.num_experts_per_tok
         width = 2 * config.hidden_size + 3 * config.moe_intermediate_size
         self.chunk = rows * width * BFLOAT
+        near = min(tokens, GPU_CHUNK_TOKENS) + plan.held_out * tokens
+        self.near = min(NEAR_BYTES, round(near * config.hidden_size * FLOAT))
 
     def rounding(self, side: str) -> int:
-        """Grams, and what rounding a part of the largest stack takes beside them.
-
-        Gate and up are one stack; a part's Grams are blended with the layer's in a copy.
-        """
+        """What rounding a part of the largest stack takes beside Grams; gate and up are one."""
         work = 0
         for matrix in self._stacks:
             stacked = 2 if matrix.path.endswith("gate_proj") else 1
             one = stacked * matrix.rows * matrix.columns
             part = min(matrix.count, max(1, PART_ELEMENTS[side] // one))
-            blended = matrix.columns**2 if self.gram else 0
-            work = max(work, part * (COPIES * one + blended) * FLOAT)
-        return self.gram + work
+            gram = matrix.columns**2 if self.gram else 0
+            of_weight, of_gram = PART_BYTES[side]
+            work = max(work, part * (of_weight * one + of_gram * gram))
+        return work
 
     def cpu(self) -> dict[str, int]:
-        return {
-            "source layers, two": 2 * self.source,
-            "layer in float32": self.weights * FLOAT,
-            "hidden states": self.states,
-            "rounding, then candidates in float32": max(self.rounding("cpu"), self.codes * FLOAT),
+        layer = {"source layers, two": 2 * self.source, "layer in float32": self.weights * FLOAT}
+        layer["hidden states"] = self.states
+        rounding = max(self.gram + self.rounding("cpu"), self.codes * FLOAT)
+        loop = layer | {
+            "rounding, then candidates in float32": rounding,
             "candidates' codes": self.codes,
             "written layer": self.written,
         }
+        return max(loop, layer | self._guidance(FLOAT), key=_total)
 
     def host(self) -> dict[str, int]:
-        states = self.states if self.states > 2 * GPU_STATES_BYTES else 0
-        parts = {"next layer": self.source, "hidden states": states, "written layer": self.written}
-        return {name: size for name, size in parts.items() if size}
+        parts = {"next layer": self.source, "hidden states": self.states if self.apart else 0}
+        loop = parts | {"written layer": self.written}
+        return max(loop, parts | (self._guidance(BFLOAT) if self.apart else {}), key=_total)
 
     def gpu(self) -> dict[str, int]:
-        states = 0 if self.states > 2 * GPU_STATES_BYTES else self.states
-        parts = {
-            "layer in bfloat16": self.weights * BFLOAT,
-            "hidden states": states,
-            "rounding, then a few candidates": max(self.rounding("gpu"), self.few),
-            "candidates' codes": self.codes,
-            "a chunk's expert rows": self.chunk,
-        }
-        return {name: size for name, size in parts.items() if size}
+        """Statistics, rounding or the choice: a layer's Grams go before candidates are compared."""
+        parts = {"layer in bfloat16": self.weights * BFLOAT}
+        parts["hidden states"] = self.near if self.apart else self.states
+        phases = (
+            {"Grams": self.gram, "a chunk's expert rows": self.chunk},
+            {
+                "Grams": self.gram,
+                "candidates' codes": self.codes,
+                "a part being rounded": self.rounding("gpu"),
+            },
+            {
+                "candidates' codes, and as bytes": 2 * self.codes,
+                "a chunk's expert rows": self.chunk,
+            },
+        )
+        return _held(parts | max(phases, key=_total))
+
+    @property
+    def apart(self) -> bool:
+        """Whether a GPU's hidden states wait in host memory."""
+        return self.pair > 2 * GPU_STATES_BYTES
+
+    def _guidance(self, element_bytes: int) -> dict[str, int]:
+        """What the sweeps before the loop hold; on a GPU inputs are bfloat16."""
+        if not self.guided:
+            return {}
+        stream = self.pair + self.gradient
+        return {"guidance, every layer's input": stream + element_bytes * self.inputs}
+
+
+def _total(parts: dict[str, int]) -> int:
+    return sum(parts.values())
+
+
+def _held(parts: dict[str, int]) -> dict[str, int]:
+    return {name: size for name, size in parts.items() if size}
 
 
 def _methods(recipe: Recipe, matrix: Matrix, config: ModelConfig) -> int:
-    """Candidates of a matrix: rounding, GPTQ, and descent from it."""
-    if not isinstance(recipe.plan(matrix.role, matrix.layer, config), Gptq):
-        return 1
-    return 3 if recipe.steps.descent else 2
+    """Candidates of a matrix: rounding, and what GPTQ and descent from it give."""
+    return 2 if isinstance(recipe.plan(matrix.role, matrix.layer, config), Gptq) else 1
 
 
 def _gram(recipe: Recipe, matrix: Matrix, config: ModelConfig) -> int:
