@@ -131,8 +131,7 @@ def with_inner(
         weights = runnable(as_folded(target, quantized), place.dtype, place.device)
         split = job.states.share.split if job.states.share is not None else range(0)
         guidance = job.guidance_of(target.number)
-        first = Stack.of(gate_up)
-        sums = Sums(first, guidance)
+        sums = Sums(Stack.of(gate_up), guidance)
 
         def run(observer: _Inner, windows: range) -> None:
             forward(config, weights, job.states, observer, windows)
@@ -147,9 +146,11 @@ def with_inner(
         codes, scale = _rounded(target.number, stack, sums, plan, plans, place)
         made = replace(down, codes=codes, scale=scale)
         job.fallbacks += plans.own
-        errors = Errors(first, guidance, tried=(Stack.of(down), Stack.of(made)))
+        errors = Errors(sums.gate_up, guidance)
+        sums.gram = sums.cross = None
 
         def measure() -> None:
+            errors.tried = Stack.of(down), Stack.of(made)
             errors.squares = torch.zeros(3, len(stack), dtype=torch.float64, device=place.device)
             run(errors, split)
 

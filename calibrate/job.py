@@ -96,11 +96,14 @@ class Job:
         self._landing.append((self._thread.submit(commit), result))
 
     def close(self) -> None:
-        """Lets what is being written finish, and ends the thread."""
+        """Lets what is being written finish, ends the thread, and lets go of the device."""
         try:
             self.settle()
         finally:
             self._thread.shutdown()
+            self.states = replace(self.states, near=None)
+            if self.source_states is not None:
+                self.source_states = replace(self.source_states, near=None)
 
     def settle(self) -> None:
         """Waits for what is being written; raises what went wrong there."""

@@ -30,7 +30,7 @@ from glm5q.types import ActivationGrid
 
 Key = TypeVar("Key")
 ROUTER = "mlp.gate"  # reads what the experts read
-HELD_CALLS = 4  # chunks whose rows wait as float8: 13.7 GB at full size
+HELD_CALLS = 4  # chunks whose rows wait as float8: 18 GB at full size, gate_up's and down's
 CAP_QUANTILE, CAP = 0.999, 2.0  # a massive token: over twice this quantile of squared norms
 
 # Matrices that multiply the same input share one Gram.
@@ -119,10 +119,10 @@ class Statistics(Observer):
         same = path == names.GATE_UP and ROUTER in self.ranges  # each token's row several times
         self._range(path, x[:0] if same else x, y)
         seen = self.ranges[ROUTER if same else path].channel_absmax
-        largest: Tensor | None = seen.amax()
+        plain = self.guidance is None and not self.token_cap
+        largest = seen.amax() if plain else None
         x = capped(x) if self.token_cap else x
         if self.guidance is not None:
-            largest = None
             weight = self.guidance.rows(path, tokens + self.first_token, offsets)
             x = torch.mul(x, weight.sqrt().unsqueeze(1), out=torch.empty_like(x))
         self._sum(path, x, offsets, path in self.gram_paths, largest)
@@ -202,7 +202,7 @@ class Statistics(Observer):
         if moments.gram is not None and adds_grams(x):
             offsets = offsets.to(x.device)
             self.moments[key] = replace(moments, tokens=moments.tokens + offsets.diff())
-            if self.float8_grams and len(moments.gram) > 1 and takes(x, moments.gram):
+            if self.float8_grams and len(x) and len(moments.gram) > 1 and takes(x, moments.gram):
                 held = self._held.setdefault(key, HeldRows(HELD_CALLS))
                 held.add(x, offsets, moments.gram, _bound(x, largest))
             else:
@@ -227,10 +227,11 @@ class Statistics(Observer):
 def _bound(x: Tensor, largest: Tensor | None) -> Tensor:
     """Returns 1.75 times a power of two, no less than any |x|: e4m3's 448 is 1.75 x 256.
 
-    So that rounding does not depend on what else was seen, and ranks round as one process does.
+    So that what else was seen, which `largest` is of, moves only what e4m3 holds in fewer bits:
+    what is below 2^-13 of the largest.
     """
     largest = column_absmax(x).amax() if largest is None else largest
-    return 1.75 * powers_of_two(torch.frexp(largest.float()).exponent)
+    return 1.75 * powers_of_two(torch.frexp(largest.float() / 1.75).exponent)
 
 
 def capped(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -112,6 +113,7 @@ def _operand(codes: Codes) -> torch.dtype | None:
     return torch.int8 if scheme.activation == "int8" and whole else None
 
 
+@lru_cache
 def _launch() -> Any:
     """Returns the FP8 kernel's launches, None where it cannot run; Triton is imported on use."""
     if find_spec("triton") is None or import_module("fused_ops.triton_support").no_gluon():

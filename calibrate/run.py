@@ -139,6 +139,7 @@ def one_layer(source: Source, layer: Layer, job: Job, started: float, place: Pla
         job.results += [] if earlier is None else [earlier]
         job.shards += [] if shard is None else [shard]
         written = read_back(job.writer.read(number + 1), job.recipe, number, config)
+        written = place.arrived(written)  # a GPU multiplies codes, not what a CPU makes of them
         with_room(job, number, lambda: _move_on(config, written, job, None, place))
         return
     target, taken = corrected(layer, streams, job, place)

@@ -57,7 +57,8 @@ class Shelf:
         small = states.hidden.is_cuda and self.layers * size <= DEVICE_STATE_BYTES
         if small or (states.hidden.device.type == "cpu" and each.takes(size)):
             return states
-        return replace(states, hidden=room(states.hidden.shape, "cpu", each).copy_(states.hidden))
+        hidden = room(states.hidden.shape, "cpu", each).copy_(states.hidden)
+        return replace(states, hidden=hidden, near=None)
 
     def _each(self) -> Store:
         """Returns where one layer's goes, of as many as there are layers."""

@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -133,10 +134,10 @@ class States:
     def like(self, hidden: Tensor, indices: tuple[Tensor, ...] | None = None) -> States:
         """Returns other states that run in the same chunks."""
         spare = self.hidden if self.spare is not None and self.spare is hidden else None
-        return replace(self, hidden=hidden, indices=indices, spare=spare)
+        return replace(self, hidden=hidden, indices=indices, spare=spare, near=None)
 
     def halved(self) -> States:
-        """Returns the same states in chunks of half as many windows."""
+        """Returns the same states in chunks of half as many windows, none of them kept near."""
         most = (self.windows_at_once + 1) // 2
         ends = [0]
         for start, end in pairwise(self.bounds):
@@ -147,7 +148,7 @@ class States:
             sizes = [(end - start) * length for start, end in pairwise(ends)]
             indices = torch.cat(indices).split(sizes)
         share = None if self.share is None else replace(self.share, bounds=tuple(ends))
-        return replace(self, indices=indices, chunk_tokens=most * length, share=share)
+        return replace(self, indices=indices, chunk_tokens=most * length, share=share, near=None)
 
 
 def embed(
@@ -272,22 +273,31 @@ def moved(
         for number, part in wanted:
             yield number, part, states.hidden[part].to(device)
         return
-    copying, computing = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    copying, computing = _copying(device), torch.cuda.current_stream(device)
 
-    def send(index: int) -> Tensor:
+    def send(index: int) -> tuple[Tensor, torch.cuda.Event | None]:
         kept = states.kept(wanted[index][1])
         if kept is not None:
-            return kept
+            return kept, None
         with torch.cuda.stream(copying):
-            return states.hidden[wanted[index][1]].to(device, non_blocking=True)
+            sent = states.hidden[wanted[index][1]].to(device, non_blocking=True)
+            return sent, copying.record_event()
 
     ahead = send(0) if wanted else None
     for index, (number, part) in enumerate(wanted):
         assert ahead is not None
-        computing.wait_stream(copying)
-        ahead.record_stream(computing)
-        current, ahead = ahead, send(index + 1) if index + 1 < len(wanted) else None
+        current, arrived = ahead
+        if arrived is not None:
+            computing.wait_event(arrived)
+            current.record_stream(computing)
+        ahead = send(index + 1) if index + 1 < len(wanted) else None
         yield number, part, current
+
+
+@lru_cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream that states travel on: memory is kept apart for each stream there is."""
+    return torch.cuda.Stream(device)
 
 
 def all_finite(output: LayerOutput) -> Tensor:
@@ -337,7 +347,8 @@ def advance(
     check_finite(number, *finite)
     if landing is not None:
         landing.synchronize()
-    return replace(states.like(hidden, tuple(indices) if keep else None), near=near)
+    after = states.like(hidden, tuple(indices) if keep else None)
+    return replace(after, near=near) if near.chunks else after
 
 
 def _near(states: States) -> set[tuple[int, int]]:
@@ -383,4 +394,4 @@ def mtp_states(
     if states.spare is None:
         return states.like(hidden)
     spare = room(hidden.shape, str(device), states.store)
-    return replace(states, hidden=hidden, indices=None, spare=spare)
+    return replace(states.like(hidden), spare=spare)

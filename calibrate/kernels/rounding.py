@@ -323,6 +323,7 @@ def refit_block(
     gain = 2 * change * slope + change * change * curvature
     before = scale
     scale = tl.where((gain < 0) & (wanted > 0), scale + change, scale)
+    tl.debug_barrier()  # threads of several warps have read the same rows' scales
     tl.store(scales + row, scale, mask=live)
     w = tl.load(weight + whole + place, mask=near, other=0.0).to(tl.float32)
     after = q * scale[None, :] - w

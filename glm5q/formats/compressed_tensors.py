@@ -23,7 +23,7 @@ from glm5q.types import CodedScheme, Fp8Scheme, IntScheme
 
 NAME = "compressed-tensors"
 STEM = "model"
-AT_ONCE = 4  # matrices of a stack packed at once: a code takes 24 bytes on the way
+AT_ONCE = 4  # matrices of a stack that a GPU packs at once: a code takes 24 bytes on the way
 
 
 def problems(assignments: Assignments, config: ModelConfig, options: Options) -> Iterator[str]:
@@ -72,7 +72,8 @@ def encode(matrix: Codes, packed: bool) -> dict[str, Tensor]:
     scale = matrix.scale.to(quant.SCALE_DTYPES[scheme.scale_dtype])
     if container(scheme, packed) == "int-quantized":
         return {"weight": matrix.codes, "weight_scale": scale}
-    parts = matrix.codes.split(AT_ONCE) if matrix.codes.dim() > 2 else (matrix.codes,)
+    at_once = AT_ONCE if matrix.codes.is_cuda else 1
+    parts = matrix.codes.split(at_once) if matrix.codes.dim() > 2 else (matrix.codes,)
     return {"weight_packed": torch.cat([quant.pack_int4(p) for p in parts]), "weight_scale": scale}
 
 

@@ -191,7 +191,10 @@ def _bench(options: BenchOptions, place: run.Place) -> BenchResult | None:
 
 
 def _source_states(job: run.Job, place: run.Place) -> run.States:
-    """Returns a source stream that starts where the quantized one does, and then has its own."""
+    """Returns a source stream that starts where the quantized one does, and then has its own.
+
+    Of three buffers for the two: each layer's is read before the other stream writes over it.
+    """
     if job.states.spare is None:
         return job.states
     return replace(job.states, spare=run.room(job.states.hidden.shape, place.device))

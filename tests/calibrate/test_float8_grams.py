@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from calibrate import float8_grams
+from calibrate.observe import _bound
 from calibrate.rows import mirror_grams
 from fused_ops.testkit import bounds, generator
 from fused_ops.triton_support import GLUON, no_gluon
@@ -124,11 +126,11 @@ def test_a_larger_bound_serves() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("calls", [1, 2, 3, 7])
+@pytest.mark.parametrize("calls", [1, 2, 3, 20])
 def test_held_rows_are_all_added_each_call_on_its_scale(calls: int) -> None:
     """Five calls: held for less than that, they are added in between; the third does not fit."""
-    shapes = ((300, 0, 65), (1, 2, 0), (2000, 700, 3), (0, 0, 129), (300, 0, 65))
-    forwards = [(*inputs(rows, 384)[:2], 4.0**power) for power, rows in enumerate(shapes)]
+    shapes = ((300, 0, 65), (150, 200, 0), (2000, 700, 3), (0, 0, 129), (300, 0, 65))
+    forwards = [(*inputs(rows, 384)[:2], 1.5**power) for power, rows in enumerate(shapes)]
     forwards = [(x * scale, offsets, scale) for x, offsets, scale in forwards]
     grams = inputs((1, 1, 1), 384)[2]
 
@@ -161,6 +163,15 @@ def test_what_it_does_not_take_it_says() -> None:
     assert not float8_grams.takes(x.cpu(), grams)
     assert not float8_grams.takes(x, grams.double())
     assert not float8_grams.takes(x, grams[:, :200, :200].contiguous())
+
+
+@pytest.mark.parametrize("largest", [1.0, 1.01, 1.74, 1.75, 1.76, 3.5, 1e-3, 6e4])
+def test_the_bound_uses_most_of_e4m3s_range(largest: float) -> None:
+    x = torch.tensor([[-largest, largest / 3], [0.0, largest / 2]])
+    for known in (None, torch.tensor(largest)):
+        bound = float(_bound(x, known))
+        assert math.frexp(bound / 1.75)[0] == 0.5  # a power of two
+        assert 223 < largest * FP8_MAX / bound <= FP8_MAX
 
 
 def test_a_cpu_is_not_taken() -> None:

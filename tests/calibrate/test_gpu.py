@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from calibrate import guidance, shelf, states
+from calibrate import guidance, run, shelf, states
 from calibrate.guidance import Guidance, guide
 from glm5q import pipeline
 from glm5q.checkpoint import open_checkpoint
+from glm5q.layer import Layer
 from tests.calibrate.test_gpu_route import files
 from tests.calibrate.test_run import Texts, options
 
@@ -28,6 +29,37 @@ def test_two_runs_on_a_gpu_are_byte_equal_and_near_the_cpus(
     kl = [one.run.accuracy.kl_mean for one in found]  # type: ignore[union-attr]
     assert kl[0] == kl[1]
     assert kl[0] < 1.1 * kl[2]
+
+
+def embedded(output: Path) -> pipeline.CalibrateOptions:
+    """The embedded checkpoint, whose experts are wide enough for the cores that take bytes."""
+    return pipeline.CalibrateOptions(
+        source=pipeline.embedded_checkpoint(), recipes=("h200",), output=output, data=None,
+        evaluation_data=None, windows=12, sequence_length=256, evaluation_windows=2, device="cuda",
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_a_resumed_run_on_a_gpu_is_byte_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finished layers are read back to the GPU: a CPU's floats would move states on otherwise."""
+    whole = pipeline.calibrate(embedded(tmp_path / "whole"))[0]
+    original = run.one_layer
+
+    def one_layer(source, layer: Layer, *rest):  # type: ignore[no-untyped-def]
+        if layer.number == 3:
+            raise KeyboardInterrupt
+        original(source, layer, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "one_layer", one_layer)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.calibrate(embedded(tmp_path / "out"))
+    resumed = pipeline.calibrate(embedded(tmp_path / "out"))[0]
+    assert resumed.run.resumed_layers == 3
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert resumed.run.accuracy.kl_mean == whole.run.accuracy.kl_mean  # type: ignore[union-attr]
 
 
 @pytest.mark.gpu
