@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from fused_ops.testkit import bounds, generator
 from fused_ops.triton_support import GLUON, no_gluon
 from glm5q.quant import FP8, FP8_MAX
 from targets import lower_cuda
+from tests.launches import assembled, noted
 
 RAGGED = ((0, 1, 200, 128, 0, 517, 2048, 3), (5, 5000), (129,), (300, 64, 0))
 COLUMNS = (128, 384, 1024)  # 128 and 384: a tile's last half lies past the Gram
@@ -201,24 +200,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, lower_cuda.Launch]:
     from calibrate.kernels import grams
     from fused_ops.expert_gemm import triton_kernel
 
-    found: dict[str, lower_cuda.Launch] = {}
-
-    class Recorder:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            def note(*args: Any, **kwargs: Any) -> None:
-                name = self.kernel.__name__
-                found[name] = lower_cuda.Launch(self.kernel, grid, args, kwargs)
-
-            return note
-
     places = {"add_grams": grams, "turn_codes": grams, "list_tiles": triton_kernel}
-    for name, place in places.items():
-        monkeypatch.setattr(place, name, Recorder(getattr(place, name)))
     monkeypatch.setattr(float8_grams, "processors", lambda _: 132)
-    return found
+    return noted(monkeypatch, places)
 
 
 @compiled
@@ -246,13 +230,3 @@ def test_hopper_code_keeps_its_sums_in_registers(
     assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in ptx["add_grams"]
     assert "setmaxnreg.dec" in ptx["add_grams"]
     assert "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add" in ptx["add_grams"]
-
-
-def assembled(ptx: str, folder: Path) -> str:
-    """What ptxas says of a kernel's registers and spills."""
-    from triton import knobs
-
-    (folder / "kernel.ptx").write_text(ptx)
-    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name", "sm_90a", folder / "kernel.ptx"]
-    command += ["-o", folder / "kernel.cubin"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr

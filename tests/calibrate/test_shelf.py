@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from calibrate.shares import IN_MEMORY, Store
 from calibrate.shelf import Shelf
-from calibrate.states import States
+from calibrate.states import Near, States
 
 LAYERS, SHAPE = 5, (3, 4, 8)
 
@@ -44,6 +45,8 @@ def test_on_a_cpu_they_are_the_states_themselves(tmp_path: Path) -> None:
     shelf.put(states)
     assert shelf.take() is states
     aside = Shelf(2, Store(1, tmp_path))  # no room in memory
-    aside.put(states)
+    aside.put(replace(states, near=Near(states.hidden, {})))
     states.hidden.zero_()
-    assert torch.equal(aside.take().hidden, layer_input(0))
+    taken = aside.take()
+    assert torch.equal(taken.hidden, layer_input(0))
+    assert taken.near is None  # which would hold every layer's states where they were

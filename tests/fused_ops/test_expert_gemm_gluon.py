@@ -1,6 +1,5 @@
 """Codes in bytes on Hopper: compiled where there is no GPU, held to the definition on one."""
 
-import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import product as product_of
@@ -21,6 +20,7 @@ if find_spec("triton") is None:
 
 from fused_ops.expert_gemm import gluon_launch
 from targets import lower_cuda
+from tests.launches import assembled, noted
 
 RAGGED = ((0, 1, 200, 128, 0, 517), (5,), (0, 0, 129))
 SHAPES = ((384, 264), (128, 256), (2048, 1536), (768, 512))  # (in, out); 264 is no whole tile
@@ -134,21 +134,8 @@ def recorded(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]
 ) -> dict[str, lower_cuda.Launch]:
     """What `call` would launch on an H200, on tensors without memory."""
-    found: dict[str, lower_cuda.Launch] = {}
-
-    class Recorder:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            def note(*args: Any, **kwargs: Any) -> None:
-                name = self.kernel.__name__
-                found[name] = lower_cuda.Launch(self.kernel, grid, args, kwargs)
-
-            return note
-
-    for name in ("multiply", "list_tiles", "round_row", "to_float8"):
-        monkeypatch.setattr(gluon_launch, name, Recorder(getattr(gluon_launch, name)))
+    kernels = ("multiply", "list_tiles", "round_row", "to_float8")
+    found = noted(monkeypatch, dict.fromkeys(kernels, gluon_launch))
     monkeypatch.setattr(gluon_launch, "processors", lambda _: 132)
     with torch.device("meta"):
         call()
@@ -179,16 +166,6 @@ def test_hopper_code_keeps_its_sums_in_registers(
     assert "cp.async.bulk.tensor.2d" in ptx
     nothing = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
     assert nothing in assembled(ptx, tmp_path)
-
-
-def assembled(ptx: str, folder: Path) -> str:
-    """What ptxas says of a kernel's registers and spills."""
-    from triton import knobs
-
-    (folder / "kernel.ptx").write_text(ptx)
-    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name", "sm_90a", folder / "kernel.ptx"]
-    command += ["-o", folder / "kernel.cubin"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def test_rounding_a_row_divides_as_ieee(monkeypatch: pytest.MonkeyPatch) -> None:
