@@ -12,7 +12,7 @@ source's own stream, with hidden states of its own, and the quantized stream's a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from calibrate.states import States, advance, chunks, forward
 from glm5q import names
 from glm5q.config import ModelConfig
 from glm5q.layer import Layer, Weights, runnable
-from glm5q.types import Fallback, Role
+from glm5q.types import Fallback, MatrixResult, Role
 from recipes.schema import Gptq
 
 RIDGE = 0.3  # of the mean diagonal of x'x
@@ -171,6 +171,14 @@ def _corrected(
     assert isinstance(stack, Tensor)
     made = turned(stack, share * change, place.dtype)
     return layer.with_matrices({names.GATE_UP: made}), taken
+
+
+def named(matrices: tuple[MatrixResult, ...]) -> tuple[MatrixResult, ...]:
+    """Returns the record of a corrected layer's matrices, whose gate and up say so."""
+    return tuple(
+        replace(one, method=f"{one.method}+{STAGE}") if one.module == names.GATE_UP else one
+        for one in matrices
+    )
 
 
 def source_outputs(config: ModelConfig, layer: Layer, job: Job, place: Place) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from calibrate.block import LayerOutput
 from calibrate.candidates import LayerPlan
-from calibrate.correction import compare, corrected, source_outputs
+from calibrate.correction import compare, corrected, named, source_outputs
 from calibrate.inner import with_inner
 from calibrate.job import Job, Place
 from calibrate.methods import choose, gram_paths, plan_layer, results, with_weight_errors
@@ -149,6 +149,8 @@ def one_layer(source: Source, layer: Layer, job: Job, started: float, place: Pla
             config, target, quantized, result, job, place,
             lambda make: with_room(job, number, make),
         )  # fmt: skip
+    if taken is not None:
+        result = replace(result, matrices=named(result.matrices))
     if target is not layer:  # the record is of the source itself
         outputs = with_room(job, number, lambda: source_outputs(config, layer, job, place))
     with job.stage("write", place, wait=False):

@@ -180,6 +180,10 @@ def test_the_record_says_how_much_was_taken_back(
     kinds = [layer.kind for layer in finished.run.layers]
     assert kinds == ["dense", "moe", "moe", "moe", "moe", "mtp"]
     assert found[0] is None
+    for layer in finished.run.layers:
+        methods = {matrix.module: matrix.method.split("+") for matrix in layer.matrices}
+        said = {module for module, each in methods.items() if "correction" in each}
+        assert said == ({names.GATE_UP} if layer.correction is not None else set())
     for number in range(1, source.config.num_hidden_layers):
         before = number - 1
         weights = runnable(source.layer(before)), runnable(written.layer(before))
