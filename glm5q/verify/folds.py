@@ -125,10 +125,12 @@ def unlike(rounded: Tensor, exact: Tensor, step: Tensor, columns: Tensor) -> lis
     """Returns the folded columns of a rounded matrix that are not their source's, by number.
 
     `exact` [out, in] is the source as folded, `step` [out, groups] the scale, `columns` the powers.
+    A column no further than plain rounding goes is its source's, all zeros too.
     """
     square = exact.square().sum(0).clamp(min=1e-30)
     slope = (rounded * exact).sum(0) / square
-    noise = step.repeat_interleave(exact.shape[1] // step.shape[1], 1).square() / 12
-    allowed = OFF + NOISES * (noise * exact.square()).sum(0).sqrt() / square
-    bad = (columns != 0) & (square > 1e-30) & ((slope - 1).abs() > allowed)
+    steps = step.repeat_interleave(exact.shape[1] // step.shape[1], 1)
+    allowed = OFF + NOISES * (steps.square() / 12 * exact.square()).sum(0).sqrt() / square
+    plain = ((rounded - exact).abs() <= 0.51 * steps.abs()).all(0)
+    bad = (columns != 0) & (square > 1e-30) & ((slope - 1).abs() > allowed) & ~plain
     return [int(index) for index in bad.nonzero().flatten()]
