@@ -20,6 +20,7 @@ from calibrate.descent import DAMPING, PASSES
 from calibrate.gptq import DAMPING_STEPS, GptqResult, positive_mean
 from calibrate.observe import Moments
 from calibrate.solves import BLOCK, add_product, operand, product
+from fused_ops.triton_support import power_of_two
 from glm5q import quant
 from glm5q.types import IntScheme
 from recipes.schema import Clip
@@ -51,7 +52,7 @@ def search(weight: Tensor, square: Tensor, scheme: IntScheme, clip: Clip, codes:
     stack, rows, columns = weight.shape
     width = quant.group_columns(columns, scheme.group_size)
     groups = columns // width
-    span = 1 << (width - 1).bit_length()
+    span = power_of_two(width, 1)
     height = max(1, SEARCH_TILE // span)
     scales = torch.empty((stack, groups, rows), dtype=torch.float32, device=weight.device)
     shares = torch.linspace(1.0, clip.lowest, clip.steps)
@@ -139,7 +140,7 @@ class Mixture:
         out = self.sums.new_empty((stack, stop - start, columns - start))
         _factor_kernels().gather_panel[(stop - start, stack)](
             self.sums, self.layer, self.own, self.share, self.ridge + damping, order, out,
-            columns, start, SIDE=stop - start, SPAN=1 << (columns - 1).bit_length(), num_warps=8,
+            columns, start, SIDE=stop - start, SPAN=power_of_two(columns, 1), num_warps=8,
         )  # fmt: skip
         return out
 

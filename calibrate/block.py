@@ -113,18 +113,6 @@ def decoder_layer(
     return LayerOutput(hidden + run.mlp("mlp.", normed), indices, None)
 
 
-def mlp_input(
-    config: ModelConfig,
-    weights: Weights,
-    hidden: Tensor,
-    offsets: Tensor,
-    indices: Tensor | None,
-    length: int = 0,
-) -> Tensor:
-    """Returns what a layer's MLP or experts read [tokens, hidden]; see decoder_layer."""
-    return after_attention(config, weights, hidden, offsets, indices, length)[1]
-
-
 def after_attention(
     config: ModelConfig,
     weights: Weights,
@@ -133,7 +121,10 @@ def after_attention(
     indices: Tensor | None,
     length: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (hidden states after the attention, mlp_input), both [tokens, hidden]."""
+    """Returns (hidden states after the attention, what the MLP or experts read of them).
+
+    Both [tokens, hidden]; see decoder_layer.
+    """
     return _Run(config, weights, None, length).attended(hidden, offsets, indices)[:2]
 
 
@@ -165,8 +156,7 @@ class _Run:
 
     def linear(self, path: str, x: Tensor) -> Tensor:
         if path in self.weights.coded:
-            whole = torch.arange(0, len(x) + 1, max(1, len(x)), device=x.device)
-            y = self.weights.coded[path].product(x, whole)
+            y = self.weights.coded[path].product(x, rows.all_rows(x))
         else:
             rounded = rows.round_activation(x, self.weights.activation[path])
             y = F.linear(rounded, self.weights.matrices[path])

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from calibrate.block import LayerOutput, Observer, mlp_input
+from calibrate.block import LayerOutput, Observer, after_attention
 from calibrate.job import Job, Place
 from calibrate.observe import ROUTER
 from calibrate.ranks import Ranks
-from calibrate.rows import add_grams, adds_grams, mirror_grams
+from calibrate.rows import all_rows, mirror_grams, sum_grams
 from calibrate.states import States, advance, chunks, forward
 from glm5q import names
 from glm5q.config import ModelConfig
@@ -56,11 +56,8 @@ class Inputs:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         change = y - x
-        if adds_grams(x):  # one half, until of_all
-            add_grams(x, torch.tensor([0, len(x)], device=x.device), self.gram.unsqueeze(0))
-        else:
-            add_product(self.gram, x, x)
-        add_product(self.cross, x, change)
+        sum_grams(x, all_rows(x), self.gram.unsqueeze(0))  # on a GPU one half, until of_all
+        add_cross(self.cross, x, change)
         self.square.add_(torch.linalg.vector_norm(change, dtype=torch.float32).double().square())
 
     def of_all(self, ranks: Ranks) -> Inputs:
@@ -137,7 +134,7 @@ def expert_input(config: ModelConfig, weights: Weights, states: States, windows:
             offsets = torch.arange(part.stop - part.start + 1, device=device) * length
             indices = None if states.indices is None else states.indices[number].to(device)
             with torch.no_grad():
-                parts.append(mlp_input(config, weights, hidden, offsets, indices, length))
+                parts.append(after_attention(config, weights, hidden, offsets, indices, length)[1])
     return torch.cat(parts)
 
 
@@ -215,7 +212,7 @@ def turned(stack: Tensor, change: Tensor, dtype: torch.dtype) -> Tensor:
     return made
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_cross(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left' right, summed over rows; products of bfloat16 are exact in float32."""
     if left.is_cuda and left.dtype == torch.bfloat16:
         torch.addmm(total, left.T, right, out_dtype=torch.float32, out=total)

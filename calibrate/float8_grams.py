@@ -44,19 +44,6 @@ def takes(x: Tensor, grams: Tensor) -> bool:
     )
 
 
-def add_float8_grams(
-    x: Tensor, offsets: Tensor, grams: Tensor, absmax: Tensor | None = None
-) -> None:
-    """Adds x' x of each expert's rows, rounded to e4m3, to `grams`, on a GPU that `takes` them.
-
-    As rows.add_grams: `grams` float32 [experts, columns, columns] hold what lies on and below the
-    diagonal until mirror_grams. The rest as HeldRows.add has it.
-    """
-    held = HeldRows(1)
-    held.add(x, offsets, grams, absmax)
-    held.flush(grams)
-
-
 @dataclass
 class HeldRows:
     """Rows of up to `calls` calls as float8 codes, a byte an element, until their Grams are added.

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from calibrate.block import Observer
 from calibrate.candidates import LayerPlan, find_candidates
-from calibrate.correction import TINY, add_product
+from calibrate.correction import TINY, add_cross
 from calibrate.folds import as_folded
 from calibrate.gptq import blend, layer_mean, pooled_share, with_ridge
 from calibrate.job import Job, Place
 from calibrate.observe import Moments, RowWeights, segment_squares, segment_sums
 from calibrate.products import Stack
-from calibrate.rows import add_grams, adds_grams, mirror_grams, row_squares, swiglu
+from calibrate.rows import mirror_grams, row_squares, sum_grams, swiglu
 from calibrate.solves import solve
 from calibrate.states import forward
 from glm5q import names
@@ -87,14 +87,10 @@ class Sums(_Inner):
         if weight is not None:
             share = weight.sqrt().unsqueeze(1).to(x.dtype)
             left, change = left * share, change * share
-        halves = adds_grams(left)  # of the Gram, until mirror_grams
-        if halves:
-            add_grams(left, offsets, self.gram)
+        sum_grams(left, offsets, self.gram)  # on a GPU one half, until _rounded
         for index, (start, end) in enumerate(pairwise(offsets.tolist())):
-            rows = slice(start, end)
-            if not halves:
-                add_product(self.gram[index], left[rows], left[rows])
-            add_product(self.cross[index], left[rows], change[rows])
+            if end > start:
+                add_cross(self.cross[index], left[start:end], change[start:end])
 
 
 @dataclass

@@ -16,12 +16,11 @@ from calibrate.products import Stack
 from calibrate.ranges import Ranges
 from calibrate.ranks import ALONE, Ranks
 from calibrate.rows import (
-    add_grams,
-    adds_grams,
     column_absmax,
     mirror_grams,
     round_activation,
     row_squares,
+    sum_grams,
 )
 from fused_ops.expert_gemm.reference import expert_gemm
 from glm5q import names
@@ -199,29 +198,22 @@ class Statistics(Observer):
         if key not in self.moments:
             self.moments[key] = _empty(len(offsets) - 1, x, want_gram)
         moments = self.moments[key]
-        if moments.gram is not None and adds_grams(x):
-            offsets = offsets.to(x.device)
-            self.moments[key] = replace(moments, tokens=moments.tokens + offsets.diff())
+        if moments.gram is not None:
+            counts = offsets.diff().to(moments.tokens.device)
+            self.moments[key] = replace(moments, tokens=moments.tokens + counts)
             if self.float8_grams and len(x) and len(moments.gram) > 1 and takes(x, moments.gram):
                 held = self._held.setdefault(key, HeldRows(HELD_CALLS))
-                held.add(x, offsets, moments.gram, _bound(x, largest))
+                held.add(x, offsets.to(x.device), moments.gram, _bound(x, largest))
             else:
-                add_grams(x, offsets, moments.gram)
+                sum_grams(x, offsets, moments.gram)
             return
-        bounds = offsets.tolist()
-        for index, (start, end) in enumerate(pairwise(bounds)):
-            moments.tokens[index] += end - start
+        for index, (start, end) in enumerate(pairwise(offsets.tolist())):
             if end == start:
                 continue
+            moments.tokens[index] += end - start
             rows = x[start:end]
-            if moments.gram is None and x.is_cuda:
-                moments.square[index] += _column_squares(rows)
-                continue
-            rows = rows.float()
-            if moments.gram is not None:
-                moments.gram[index] += rows.T @ rows
-            else:
-                moments.square[index] += rows.square().sum(0)
+            squares = _column_squares(rows) if x.is_cuda else rows.float().square().sum(0)
+            moments.square[index] += squares
 
 
 def _bound(x: Tensor, largest: Tensor | None) -> Tensor:
@@ -261,7 +253,7 @@ def _empty(stack: int, x: Tensor, want_gram: bool) -> Moments:
     dtype = torch.float32 if x.is_cuda else torch.float64
     gram = x.new_zeros((stack, columns, columns), dtype=dtype) if want_gram else None
     square = x.new_zeros((stack, columns), dtype=dtype)
-    counted = x.device if gram is not None and adds_grams(x) else "cpu"
+    counted = x.device if want_gram else "cpu"
     return Moments(square, torch.zeros(stack, dtype=torch.int64, device=counted), gram)
 
 

@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from calibrate import rows
+from fused_ops.triton_support import power_of_two
 
 
 def fused(x: Tensor) -> bool:
@@ -92,7 +93,7 @@ def gate_gradients(
     if both.numel():
         _kernels().gate_gradients[(len(both),)](
             both, slope.contiguous(), gates, order, out, of_gates, squares, width,
-            SPAN=rows.power_of_two(width), num_warps=8,
+            SPAN=power_of_two(width, 1), num_warps=8,
         )  # fmt: skip
     return out, of_gates, squares
 
@@ -107,7 +108,7 @@ def _norm_gradient(
     if count:
         _kernels().norm_gradients[(count,)](
             x, slope.contiguous(), weight, out if other is None else other.contiguous(), out, half,
-            x.stride(0), columns, eps, ADD=other is not None, SPAN=rows.power_of_two(columns),
+            x.stride(0), columns, eps, ADD=other is not None, SPAN=power_of_two(columns, 1),
             num_warps=8,
         )  # fmt: skip
     return out, half

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import pairwise
 from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from fused_ops.triton_support import power_of_two
 from glm5q import quant
 from glm5q.types import ActivationGrid
 
@@ -66,7 +68,7 @@ def _normed(
     if rows:
         _kernels().norm_rows[(rows,)](
             x, out if added is None else added, weight.float(), total, out, x.stride(0), columns,
-            eps, ADD=added is not None, SPAN=power_of_two(columns), num_warps=8,
+            eps, ADD=added is not None, SPAN=power_of_two(columns, 1), num_warps=8,
         )  # fmt: skip
     return total, out
 
@@ -100,7 +102,7 @@ def round_activation(x: Tensor, grid: ActivationGrid | None) -> Tensor:
     if x.numel():
         _kernels().round_rows[(x.shape[0],)](
             x, out, x.stride(0), x.shape[1],
-            REACH=REACH[str(grid)], FP8=grid == "fp8", SPAN=power_of_two(x.shape[1]),
+            REACH=REACH[str(grid)], FP8=grid == "fp8", SPAN=power_of_two(x.shape[1], 1),
             num_warps=8,
         )  # fmt: skip
     return out
@@ -113,7 +115,7 @@ def swiglu(both: Tensor) -> Tensor:
         return F.silu(gate) * up
     rows, width = gate.shape
     out = torch.empty((rows, width), dtype=both.dtype, device=both.device)
-    span = min(SPAN, power_of_two(width))
+    span = min(SPAN, power_of_two(width, 1))
     _kernels().gate_rows[(rows, -(-width // span))](both.contiguous(), out, width, SPAN=span)
     return out
 
@@ -137,7 +139,7 @@ def add_choices(
     place[order] = torch.arange(len(order), device=order.device)
     columns = rows.shape[1]
     out = torch.empty_like(hidden)
-    span = min(SPAN, power_of_two(columns))
+    span = min(SPAN, power_of_two(columns, 1))
     _kernels().add_choices[(tokens, -(-columns // span))](
         rows, place, gates.contiguous(), rows if shared is None else shared.contiguous(),
         hidden.contiguous(), out, columns, CHOICES=choices, SHARED=shared is not None, SPAN=span,
@@ -152,7 +154,7 @@ def column_absmax(x: Tensor) -> Tensor:
     rows, columns = x.shape
     parts = -(-rows // TALL)
     found = torch.empty((parts, columns), dtype=torch.float32, device=x.device)
-    span = min(128, power_of_two(columns))
+    span = min(128, power_of_two(columns, 1))
     _kernels().column_absmax[(parts, -(-columns // span))](
         x, found, rows, columns, x.stride(0), TALL=TALL, STEP=STEP, SPAN=span
     )
@@ -176,6 +178,22 @@ def add_grams(x: Tensor, offsets: Tensor, grams: Tensor) -> None:
         x, offsets, grams, tiles, columns, x.stride(0),
         TALL=tall, WIDE=wide, DEEP=deep, DOT="tf32", num_warps=warps, num_stages=GRAM_STAGES,
     )  # fmt: skip
+
+
+def sum_grams(x: Tensor, offsets: Tensor, grams: Tensor) -> None:
+    """As add_grams where that takes x, and so one half; else whole, an expert at a time."""
+    if adds_grams(x):
+        add_grams(x, offsets.to(x.device), grams)
+        return
+    for index, (start, end) in enumerate(pairwise(offsets.tolist())):
+        if end > start:
+            rows = x[start:end].float()
+            grams[index] += rows.T @ rows
+
+
+def all_rows(x: Tensor) -> Tensor:
+    """Returns int64 [2], the bounds of x's rows as one expert's; a copy to a GPU would wait."""
+    return torch.arange(2, device=x.device) * len(x)
 
 
 def mirror_grams(grams: Tensor) -> None:
@@ -203,7 +221,7 @@ def row_squares(x: Tensor, other: Tensor) -> Tensor:
     out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     if x.numel():
         _kernels().row_squares[(x.shape[0],)](
-            x, other, out, x.shape[1], SPAN=power_of_two(x.shape[1]), num_warps=8
+            x, other, out, x.shape[1], SPAN=power_of_two(x.shape[1], 1), num_warps=8
         )
     return out.double()
 
@@ -215,7 +233,7 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     rows, columns = codes.shape[:-1].numel(), codes.shape[-1]
     _kernels().expand_codes[(rows,)](
-        codes, scale, out, columns, scale.shape[-1], SPAN=power_of_two(columns), num_warps=8
+        codes, scale, out, columns, scale.shape[-1], SPAN=power_of_two(columns, 1), num_warps=8
     )
     return out
 
@@ -229,7 +247,7 @@ def code_errors(codes: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, T
     out = torch.empty((rows, 2), dtype=torch.float32, device=codes.device)
     _kernels().code_errors[(rows,)](
         codes, scale, weight, out, columns, scale.shape[-1],
-        SPAN=power_of_two(columns), num_warps=8,
+        SPAN=power_of_two(columns, 1), num_warps=8,
     )  # fmt: skip
     difference, size = out.sum(0, dtype=torch.float64)
     return difference, size
@@ -238,7 +256,3 @@ def code_errors(codes: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, T
 def _expandable(codes: Tensor, scale: Tensor) -> bool:
     plain = codes.dtype == torch.int8 and codes.is_contiguous() and scale.is_contiguous()
     return fused(codes) and plain and scale.dtype == torch.float32 and codes.numel() > 0
-
-
-def power_of_two(x: int) -> int:
-    return 1 << (x - 1).bit_length()

@@ -356,9 +356,10 @@ def _near(states: States) -> set[tuple[int, int]]:
     found, room_left = set(), NEAR_BYTES
     held_out = states.hidden.shape[0] if states.share is None else states.share.split.start
     for start, end in pairwise(states.bounds):
-        room_left -= states.hidden[start:end].nbytes if start == 0 or start >= held_out else 0
-        if room_left >= 0 and (start == 0 or start >= held_out):
-            found.add((start, end))
+        if start == 0 or start >= held_out:
+            room_left -= states.hidden[start:end].nbytes
+            if room_left >= 0:
+                found.add((start, end))
     return found
 
 

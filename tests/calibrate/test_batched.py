@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +13,7 @@ from calibrate.candidates import Candidates, LayerPlan, find_candidates
 from calibrate.observe import Moments
 from glm5q import names
 from recipes.schema import Gptq
+from tests.calibrate.interpreted import answer
 
 pytest.importorskip("triton", reason="not run: no Triton here")
 
@@ -26,19 +22,11 @@ GRIDS: dict[str, dict[str, object]] = {
     "signed": {"bits": 4, "group_size": 128, "clip": {"steps": 8, "lowest": 0.5, "signed": True}},
     "channel": {"bits": 8, "group_size": None, "clip": {"steps": 8, "lowest": 0.5}},
 }
-SCRIPT = Path(__file__).with_name("interpret_rounding.py")
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(SCRIPT.parents[2])
-    ended = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert ended.returncode == 0, ended.stderr
-    answer: dict[str, Any] = json.loads(ended.stdout)
-    return answer
+    return answer("interpret_rounding.py")
 
 
 @pytest.mark.parametrize("grid", ["group", "signed", "channel"])

@@ -62,7 +62,12 @@ def added(grams: Tensor, add: Callable[[Tensor], None]) -> Tensor:
 
 
 def of(x: Tensor, offsets: Tensor, grams: Tensor, **more: Tensor) -> Tensor:
-    return added(grams, lambda one: float8_grams.add_float8_grams(x, offsets, one, **more))
+    def add(one: Tensor) -> None:
+        held = float8_grams.HeldRows(1)
+        held.add(x, offsets, one, **more)
+        held.flush(one)
+
+    return added(grams, add)
 
 
 def truth(x: Tensor, offsets: Tensor) -> Tensor:

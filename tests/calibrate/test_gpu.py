@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from calibrate import guidance, run, shelf, states
+from calibrate import guidance, shelf, states
 from calibrate.guidance import Guidance, guide
 from glm5q import pipeline
 from glm5q.checkpoint import open_checkpoint
-from glm5q.layer import Layer
-from tests.calibrate.test_gpu_route import files
+from tests.calibrate.test_gpu_route import files, stop_before
 from tests.calibrate.test_run import Texts, options
 
 
@@ -40,22 +39,10 @@ def embedded(output: Path) -> pipeline.CalibrateOptions:
 
 
 @pytest.mark.gpu
-def test_a_resumed_run_on_a_gpu_is_byte_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_on_a_gpu_is_byte_equal(tmp_path: Path) -> None:
     """Finished layers are read back to the GPU: a CPU's floats would move states on otherwise."""
     whole = pipeline.calibrate(embedded(tmp_path / "whole"))[0]
-    original = run.one_layer
-
-    def one_layer(source, layer: Layer, *rest):  # type: ignore[no-untyped-def]
-        if layer.number == 3:
-            raise KeyboardInterrupt
-        original(source, layer, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "one_layer", one_layer)
-        with pytest.raises(KeyboardInterrupt):
-            pipeline.calibrate(embedded(tmp_path / "out"))
+    stop_before(3, embedded(tmp_path / "out"))
     resumed = pipeline.calibrate(embedded(tmp_path / "out"))[0]
     assert resumed.run.resumed_layers == 3
     assert files(tmp_path / "out") == files(tmp_path / "whole")

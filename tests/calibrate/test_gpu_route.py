@@ -35,6 +35,21 @@ def files(output: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in output.glob("*.safetensors")}
 
 
+def stop_before(number: int, asked: pipeline.CalibrateOptions) -> None:
+    """Runs until layer `number`, and is interrupted there."""
+    original = run.one_layer
+
+    def one_layer(source, layer: Layer, *rest):  # type: ignore[no-untyped-def]
+        if layer.number == number:
+            raise KeyboardInterrupt
+        original(source, layer, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "one_layer", one_layer)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.calibrate(asked)
+
+
 @pytest.fixture
 def whole(
     glm52: Path, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -49,19 +64,9 @@ def test_a_resumed_run_reads_back_what_the_other_had_at_hand(
     glm52: Path,
     texts: Texts,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original, output = run.one_layer, tmp_path / "out"
-
-    def one_layer(source, layer: Layer, *rest):  # type: ignore[no-untyped-def]
-        if layer.number == 3:
-            raise KeyboardInterrupt
-        original(source, layer, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "one_layer", one_layer)
-        with pytest.raises(KeyboardInterrupt):
-            pipeline.calibrate(options(glm52, output, texts))
+    output = tmp_path / "out"
+    stop_before(3, options(glm52, output, texts))
     resumed = pipeline.calibrate(options(glm52, output, texts))[0]
     assert resumed.run.resumed_layers == 3
     assert files(output) == files(whole.checkpoint)

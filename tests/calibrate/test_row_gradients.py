@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.calibrate.interpreted import answer
+
 pytest.importorskip("triton", reason="not run: no Triton here")
 
-SCRIPT = Path(__file__).with_name("interpret_gradients.py")
 KERNELS: dict[str, tuple[str, dict[str, object]]] = {  # arguments at full size, constants
     "norm_gradients": (
         "x: *fp32, slope: *bf16, weight: *fp32, other: *fp32, out: *fp32, half: *bf16, "
@@ -27,13 +23,7 @@ KERNELS: dict[str, tuple[str, dict[str, object]]] = {  # arguments at full size,
 
 
 def test_gradients_are_autograds_of_float64() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(SCRIPT.parents[2])
-    ended = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert ended.returncode == 0, ended.stderr
-    found: dict[str, float] = json.loads(ended.stdout)
+    found: dict[str, float] = answer("interpret_gradients.py")
     assert len(found) == 9
     for name, difference in found.items():
         assert difference < 2e-5, name

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from calibrate import solves
-
-SCRIPT = Path(__file__).with_name("interpret_solves.py")
+from tests.calibrate.interpreted import answer
 
 
 def system(columns: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,14 +47,7 @@ def test_systems_are_solved_and_what_has_no_factor_is_0(
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     pytest.importorskip("triton", reason="not run: no Triton here")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(SCRIPT.parents[2])
-    ended = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 0, ended.stderr
-    answer: dict[str, Any] = json.loads(ended.stdout)
-    return answer
+    return answer("interpret_solves.py")
 
 
 @pytest.mark.parametrize("size", ["one panel", "panels"])
