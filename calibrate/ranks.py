@@ -134,7 +134,8 @@ PATIENCE = timedelta(hours=4)  # the first rank reads the whole source while the
 def joined(device: str) -> Iterator[tuple[str, Ranks]]:
     """Yields (this process's device, its rank) among those torchrun started, if it did.
 
-    What torchrun says, it says in the environment; nothing else is read from there.
+    What torchrun says, it says in the environment; nothing else is read from there. No thread of
+    the group's outlives it: one that lets go of a tensor as Python ends aborts the process.
     """
     if not dist.is_torchelastic_launched():
         yield device, ALONE
@@ -145,6 +146,9 @@ def joined(device: str) -> Iterator[tuple[str, Ranks]]:
     if kind != "cpu":
         device = f"{kind}:{os.environ['LOCAL_RANK']}"
         torch.get_device_module(kind).set_device(device)
+    # Its functions take the group there is at the import as their default and keep it for good:
+    # torch._dynamo imports it, at the first call that may be compiled.
+    import_module("torch.distributed.nn.functional")
     dist.init_process_group(BACKENDS[kind], timeout=PATIENCE)
     try:
         yield device, Ranks(dist.get_rank(), dist.get_world_size())

@@ -19,6 +19,7 @@ torch.set_num_threads(1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.manual_seed(0)  # what a test draws does not depend on those before it
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("not run: no NVIDIA GPU here")
     if item.get_closest_marker("npu") and (why := npu_support.no_npu()):

@@ -31,6 +31,7 @@ ASKED = (
 )  # fmt: skip
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 DIES = str(Path(__file__).with_name("dying_rank.py"))
+ENDS = str(Path(__file__).with_name("ended_group.py"))
 TIRES = str(Path(__file__).with_name("tired_rank.py"))
 SHARES_A_LAYER = 2 * 2  # the codes of two candidates, of two stacks
 
@@ -97,6 +98,12 @@ def test_a_rank_that_dies_ends_the_run_and_the_next_goes_on(
     assert ended.returncode == 0, ended.stderr
     assert '"resumed_layers": 2' in ended.stdout
     assert shards(output) == shards(alone)
+
+
+def test_no_thread_of_a_group_outlives_it() -> None:
+    """One that did aborted a rank as Python ended, once in some hundred runs."""
+    ended = python(*TORCHRUN, 1, ENDS)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_parts_cover_a_stack_once() -> None:
