@@ -21,8 +21,9 @@ from torch.nn import functional as F  # noqa: N812
 from calibrate import rows
 from calibrate.block import Observer, after_attention, decoder_layer, rms_norm
 from calibrate.mixture_gradient import mixture_gradient
+from calibrate.ranks import ALONE, Ranks
 from calibrate.row_gradients import exact_linear
-from calibrate.shares import IN_MEMORY, Store
+from calibrate.shares import IN_MEMORY, Share, Store
 from calibrate.shelf import Shelf
 from calibrate.states import (
     Progress,
@@ -47,7 +48,8 @@ GRADIENT_TOKENS = 16384  # of which a GPU takes gradients at once: 7 GB; more is
 class Guidance:
     """One layer's token weights, mean 1: `experts` int16 and `weights[path]` float32 [tokens, k].
 
-    Tokens are numbered through the windows, `experts` are the source's choices for each.
+    Tokens are numbered through this process's windows, `experts` are the source's choices for
+    each; the mean is that of all processes.
     """
 
     experts: Tensor
@@ -76,27 +78,30 @@ def guide(
     progress: Progress = silent,
     device: str = "cpu",
     store: Store = IN_MEMORY,
+    share: Share | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[Guidance | None]:
     """Returns the guidance of every decoder layer, None where there are no routed experts.
 
-    `tokens` int64 [windows, sequence_length]. A Shelf keeps one hidden state a layer; weights of
-    two layers at a time are in memory. A GPU multiplies in bfloat16.
+    `tokens` int64 [windows, sequence_length] are all windows; of them this process sweeps over
+    those of its `share`. A Shelf keeps one hidden state a layer; weights of two layers at a time
+    are in memory. A GPU multiplies in bfloat16.
     """
     config = source.config
     total = 2 * config.num_hidden_layers
     dtype = _dtype(device)
-    states = embed(source, tokens, device)
+    states = embed(source, tokens, device, share=share)
     inputs = Shelf(config.num_hidden_layers, store)
     for layer in layers(source.layer, range(config.num_hidden_layers)):
         progress(f"guidance, layer {layer.number}", layer.number, total)
         inputs.put(states)
         states = advance(config, layer.number, runnable(layer, dtype, device), states)
-    gradient = _loss_gradient(source, states.hidden, device, store)
+    gradient = _loss_gradient(source, states, device, store)
     guidance: list[Guidance | None] = []
     for layer in layers(source.layer, range(config.num_hidden_layers - 1, -1, -1)):
         progress(f"guidance, layer {layer.number}", total - 1 - layer.number, total)
         weights = runnable(layer, dtype, device)
-        gradient, found = backward(config, weights, inputs.take(), gradient)
+        gradient, found = backward(config, weights, inputs.take(), gradient, ranks)
         guidance.append(found)
     return guidance[::-1]
 
@@ -106,17 +111,22 @@ def _dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if device.startswith("cuda") else torch.float32
 
 
-def _loss_gradient(source: LayerSource, hidden: Tensor, device: str, store: Store) -> Tensor:
-    """Returns the gradient of -log p(drawn token) before the final norm, shaped as `hidden`."""
-    config = source.config
+def _loss_gradient(source: LayerSource, states: States, device: str, store: Store) -> Tensor:
+    """Returns the gradient of -log p(drawn token) before the final norm, shaped as the states'.
+
+    A window's tokens are drawn by its number, whichever process has it.
+    """
+    config, hidden = source.config, states.hidden
     tied = config.tie_word_embeddings
     dtype = _dtype(device)
     head = source.top_tensor(names.EMBEDDING if tied else names.LM_HEAD).to(device, dtype)
     norm = source.top_tensor(names.FINAL_NORM).to(device)
-    generator = torch.Generator(device=device).manual_seed(SEED)
+    generator = torch.Generator(device=device)
     gradient = room(hidden.shape, device, store)
     for window in range(hidden.shape[0]):
         x = hidden[window].detach().to(device).requires_grad_()
+        number = window if states.share is None else states.share.number(window)
+        generator.manual_seed(SEED + number)
         with torch.enable_grad():
             logits = exact_linear(rms_norm(x, norm, config.rms_norm_eps, dtype), head)
             drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
@@ -149,17 +159,18 @@ class _Slopes:
 
 
 def backward(
-    config: ModelConfig, weights: Weights, states: States, gradient: Tensor
+    config: ModelConfig, weights: Weights, states: States, gradient: Tensor, ranks: Ranks = ALONE
 ) -> tuple[Tensor, Guidance | None]:
     """Returns (gradient at the layer's input, its guidance), a few windows at a time.
 
-    `gradient` [windows, sequence_length, hidden] is at its output, and written over.
+    `gradient` [windows, sequence_length, hidden] is at its output, and written over. All `ranks`
+    must come here: the weights' mean is that of all their windows.
     """
     windows, length, _ = gradient.shape
     device = next(iter(weights.vectors.values())).device
     on_gpu = device.type == "cuda"
-    inputs = replace(states, chunk_tokens=GRADIENT_TOKENS if on_gpu else length, share=None)
-    outputs = States(gradient, chunk_tokens=inputs.chunk_tokens)
+    inputs = states.at_most(max(1, GRADIENT_TOKENS // length) if on_gpu else 1)
+    outputs = replace(inputs, hidden=gradient)
     landing = torch.cuda.Stream(device) if on_gpu and not gradient.is_cuda else None
     chosen: list[Tensor] = []
     squares: dict[str, list[Tensor]] = {}
@@ -178,8 +189,17 @@ def backward(
     if not chosen:
         return gradient, None
     joined = {path: torch.cat(parts) for path, parts in squares.items()}
-    normalised = {path: (weight / weight.mean()).cpu() for path, weight in joined.items()}
-    return gradient, Guidance(torch.cat(chosen).cpu(), normalised)
+    weights_of = {path: (square / _mean(square, ranks)).cpu() for path, square in joined.items()}
+    return gradient, Guidance(torch.cat(chosen).cpu(), weights_of)
+
+
+def _mean(values: Tensor, ranks: Ranks) -> Tensor:
+    """Returns the float32 mean of all ranks' values, summed in float64: whose is which is lost."""
+    total = values.sum(dtype=torch.float64)
+    count = torch.full_like(total, values.numel())
+    total, count = ranks.add(torch.stack([total, count]))
+    mean: Tensor = total / count
+    return mean.to(values.dtype)
 
 
 def _slopes(

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -48,6 +49,15 @@ def ends(windows: int, at_once: int, fewest: int) -> list[int]:
     count = max(-(-windows // at_once), min(windows, fewest))
     count = min(windows, count + count % 2)
     return [windows * index // count for index in range(count + 1)] if count else [0]
+
+
+def cut(bounds: Sequence[int], most: int) -> tuple[int, ...]:
+    """Returns the ends of chunks cut into even ones of at most `most` windows."""
+    found = [bounds[0]]
+    for start, end in pairwise(bounds):
+        parts = -(-(end - start) // most)
+        found += [start + (end - start) * part // parts for part in range(1, parts + 1)]
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from calibrate.block import LayerOutput, Observer, decoder_layer, mtp_input, rms_norm
 from calibrate.ranks import ALONE, Ranks
-from calibrate.shares import IN_MEMORY, Share, Store, ends
+from calibrate.shares import IN_MEMORY, Share, Store, cut, ends
 from glm5q import names
 from glm5q.config import ModelConfig
 from glm5q.errors import CheckpointError, UserError
@@ -127,10 +127,6 @@ class States:
         kept = self.kept(windows)
         return self.hidden[windows].to(device) if kept is None else kept
 
-    def number(self, window: int) -> int:
-        """Returns a window's number among those of all processes."""
-        return window if self.share is None else self.share.number(window)
-
     def like(self, hidden: Tensor, indices: tuple[Tensor, ...] | None = None) -> States:
         """Returns other states that run in the same chunks."""
         spare = self.hidden if self.spare is not None and self.spare is hidden else None
@@ -138,17 +134,19 @@ class States:
 
     def halved(self) -> States:
         """Returns the same states in chunks of half as many windows, none of them kept near."""
-        most = (self.windows_at_once + 1) // 2
-        ends = [0]
-        for start, end in pairwise(self.bounds):
-            parts = -(-(end - start) // most)
-            ends += [start + (end - start) * part // parts for part in range(1, parts + 1)]
-        length, indices = self.hidden.shape[1], self.indices
-        if indices is not None:
-            sizes = [(end - start) * length for start, end in pairwise(ends)]
-            indices = torch.cat(indices).split(sizes)
-        share = None if self.share is None else replace(self.share, bounds=tuple(ends))
-        return replace(self, indices=indices, chunk_tokens=most * length, share=share, near=None)
+        found = replace(self.at_most((self.windows_at_once + 1) // 2), near=None)
+        if self.indices is None:
+            return found
+        sizes = [(end - start) * self.hidden.shape[1] for start, end in pairwise(found.bounds)]
+        return replace(found, indices=torch.cat(self.indices).split(sizes))
+
+    def at_most(self, windows: int) -> States:
+        """Returns the same states in chunks of at most `windows`; the indices' stay as they are."""
+        windows = min(windows, self.windows_at_once)
+        share = self.share
+        if share is not None:
+            share = replace(share, bounds=cut(share.bounds, windows))
+        return replace(self, chunk_tokens=windows * self.hidden.shape[1], share=share)
 
 
 def embed(
@@ -249,7 +247,7 @@ def forward(
             begin = (part.start - states.bounds[number]) * length
             indices = states.indices[number][begin : begin + count * length].to(device)
         if observer is not None:
-            observer.first_token = states.number(part.start) * length
+            observer.first_token = part.start * length
         with torch.no_grad():
             output = decoder_layer(
                 config, weights, hidden.flatten(0, 1), offsets, indices, observer, length

@@ -158,11 +158,6 @@ def _bench(options: BenchOptions, place: run.Place) -> BenchResult | None:
             "give more, or a smaller --sequence-length",
         )
     recipe = schema.load(options.recipe).model_copy(update={"effort": options.effort})
-    if recipe.steps.guidance and place.ranks.size > 1:
-        raise UserError(
-            f"--effort {options.effort}: its guidance is of all windows, a process has its own",
-            "time it with one process",
-        )
     number = config.moe.index(True)
     made = _Made(config, place.device, options.seed)
     layer = made.layer(number)
@@ -212,7 +207,7 @@ def _guidance(
         inputs = Shelf(1, job.states.store)
         inputs.put(job.states)
         gradient = run.advance(config, layer.number, weights, job.states).hidden
-        found = backward(config, weights, inputs.take(), gradient)[1]
+        found = backward(config, weights, inputs.take(), gradient, place.ranks)[1]
     return [*[None] * layer.number, found]
 
 

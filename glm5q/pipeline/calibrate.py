@@ -116,7 +116,7 @@ def _calibrate(
                 jobs[-1].source_states = run.embed(
                     source, text, place.device, share=share, store=store
                 )
-        _guide(jobs, source, data, place.device, progress)
+        _guide(jobs, source, data, place, progress)
         run.calibrate(source, jobs, data.calibration.tokens, progress, place)
         if not place.ranks.first:
             return []
@@ -148,13 +148,17 @@ def _guide(
     jobs: Sequence[run.Job],
     source: Checkpoint,
     data: _Data,
-    device: str,
+    place: run.Place,
     progress: run.Progress,
 ) -> None:
     """Gives the jobs that want it the end loss's weights: the source's alone, so once for all."""
     wanting = [job for job in jobs if job.recipe.steps.guidance and not data.added(job)]
     if wanting:
-        found = guide(source, data.calibration.tokens, progress, device, wanting[0].states.store)
+        states = wanting[0].states
+        found = guide(
+            source, data.calibration.tokens, progress, place.device,
+            states.store, states.share, place.ranks,
+        )  # fmt: skip
         for job in wanting:
             job.guidance = found
 

@@ -9,7 +9,8 @@ from torch.nn import functional as F  # noqa: N812
 from calibrate import guidance, run
 from calibrate.block import Observer, decoder_layer, rms_norm
 from calibrate.guidance import Guidance, guide
-from calibrate.states import States
+from calibrate.ranks import Ranks
+from calibrate.states import States, share_out
 from glm5q import names
 from glm5q.checkpoint import open_checkpoint
 from glm5q.layer import runnable
@@ -69,6 +70,37 @@ def test_rows_find_their_token_and_expert() -> None:
     # Expert 0 takes token 0; expert 1 tokens 0 (not the source's choice) and 1; expert 2 token 1.
     tokens, offsets = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 3, 4])
     assert guided.rows("path", tokens, offsets).tolist() == [6.0, 1.0, 7.0, 8.0]
+
+
+def test_a_process_weighs_its_own_windows_as_one_alone_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever windows it has: the same tokens are drawn for each, by its number."""
+    monkeypatch.setattr(guidance, "_mean", lambda *_: torch.ones(()))
+    source = open_checkpoint(small.write_checkpoint(tmp_path, small.GLM52))
+    tokens = torch.randint(0, 256, (5, LENGTH), generator=torch.Generator().manual_seed(0))
+    alone = guide(source, tokens, share=share_out(5, 2, LENGTH))
+    seen = 0
+    for rank in (0, 1):
+        share = share_out(5, 2, LENGTH, ranks=Ranks(rank, 2))
+        own = share.of(torch.arange(5 * LENGTH).view(5, LENGTH)).flatten()
+        seen += len(own)
+        for mine, whole in zip(guide(source, tokens, share=share), alone, strict=True):
+            assert (mine is None) == (whole is None)
+            if mine is None or whole is None:
+                continue
+            assert torch.equal(mine.experts, whole.experts[own])
+            for path, weights in mine.weights.items():
+                assert torch.equal(weights, whole.weights[path][own])
+    assert seen == tokens.numel()
+
+
+def test_weights_have_a_mean_of_one_over_all_processes() -> None:
+    class Two(Ranks):
+        def add(self, value: torch.Tensor) -> torch.Tensor:
+            return value + torch.tensor([30.0, 2.0], dtype=torch.float64)  # another's sum and count
+
+    assert guidance._mean(torch.tensor([[1.0, 2.0, 3.0]]), Two(0, 2)) == 36 / 5
 
 
 @pytest.mark.parametrize("windows", [slice(0, 1), slice(1, 4), slice(4, 5), slice(0, 5)])
