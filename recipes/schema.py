@@ -152,7 +152,8 @@ class Steps(_Strict):
     rounded gate and up leave of its input, at the cost of a run and a rounding more. `top_up` makes
     more of short text; text that was topped up is too little for guidance, which then is left out.
     `float8_grams` takes routed experts' Grams of inputs rounded to e4m3 where a GPU multiplies
-    those (sm_90), and changes nothing elsewhere.
+    those (sm_90), and changes nothing elsewhere. What is of routed experts does nothing where
+    their method is not gptq.
     """
 
     descent: int = Field(ge=0, le=20)

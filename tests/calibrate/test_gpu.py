@@ -58,10 +58,10 @@ def test_guidance_on_a_gpu_is_repeatable_and_near_the_cpus(
     The states and their gradient then travel beside the work, and may not be overtaken by it.
     """
 
-    def slope(_source: object, hidden: Tensor, device: str, _store: object) -> Tensor:
+    def slope(_source: object, end: states.States, device: str, _store: object) -> Tensor:
         generator = torch.Generator().manual_seed(1)
-        values = torch.randn(hidden.shape, generator=generator)
-        return states.room(hidden.shape, device).copy_(values)
+        values = torch.randn(end.hidden.shape, generator=generator)
+        return states.room(end.hidden.shape, device).copy_(values)
 
     monkeypatch.setattr(guidance, "_loss_gradient", slope)
     monkeypatch.setattr(guidance, "GRADIENT_TOKENS", 8 * 64)
