@@ -476,9 +476,9 @@ def recipes() -> None:
 def list_recipes(as_json: bool) -> None:
     """List the shipped recipes."""
     from glm5q import views
-    from recipes import schema
+    from recipes import files
 
-    found = [schema.load(name) for name in schema.shipped()]
+    found = [files.load(name) for name in files.shipped()]
     if as_json:
         click.echo(json.dumps([recipe.model_dump(mode="json") for recipe in found], indent=1))
     else:
@@ -489,9 +489,9 @@ def list_recipes(as_json: bool) -> None:
 @click.argument("name")
 def show_recipe(name: str) -> None:
     """Print a recipe's YAML, to start one's own from."""
-    from recipes import schema
+    from recipes import files
 
-    click.echo(schema.text(name), nl=False)
+    click.echo(files.text(name), nl=False)
 
 
 @recipes.command("validate")

@@ -67,7 +67,7 @@ class RecipeInfo(_Frozen):
 
     @property
     def edited(self) -> bool:
-        """Whether it is a shipped recipe with changes that nobody checked; see recipes.schema."""
+        """Whether it is a shipped recipe with changes that nobody checked; see recipes.files."""
         return "edited from " in self.verification
 
 

@@ -24,7 +24,7 @@ from glm5q.formats.readme import readme
 from glm5q.layer import Codes, Layer
 from glm5q.types import Fp8Scheme, KeepScheme, Scheme
 from glm5q.writer import Shard, open_writer
-from recipes import schema
+from recipes import files
 from recipes.schema import Recipe
 from tests import small
 
@@ -72,7 +72,7 @@ def quantized(recipe: str, shape: str = "wide") -> Path:
 
 @functools.cache
 def _quantized(recipe: str, shape: str) -> Path:
-    return quantize(schema.load(recipe), source(shape), folder() / f"{shape}-{recipe}")
+    return quantize(files.load(recipe), source(shape), folder() / f"{shape}-{recipe}")
 
 
 def quantize(recipe: Recipe, root: Path, output: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from glm5q.pipeline import CalibrateOptions
-from recipes import schema
+from recipes import files
 from tests import small
 
 RAW = small.GLM52 | {
@@ -33,7 +33,7 @@ def small_run(folder: Path, source: str = "source") -> CalibrateOptions:
 
 def own_recipe(file: Path, shipped: str = "h200", **changes: Any) -> str:
     """A shipped recipe with groups that this small width holds, and other values by key."""
-    raw = yaml.safe_load(schema.text(shipped))
+    raw = yaml.safe_load(files.text(shipped))
     raw["weights"]["routed_expert"] |= {"group_size": 32, "clip": {"steps": 4, "lowest": 0.7}}
     for key, value in changes.items():
         part = raw["weights"]["routed_expert"] if key == "damping" else raw["calibration"]

@@ -11,7 +11,7 @@ from glm5q import releases
 from glm5q.cli import main
 from glm5q.config import parse_config
 from glm5q.pipeline import layer_floor
-from recipes import schema
+from recipes import files
 
 SMALL = ("bench-calibrate", "--shape", "embedded", "--tokens", "512", "--sequence-length", "64")
 STAGES = ["statistics", "round", "held-out choice", "write", "move on"]
@@ -59,7 +59,7 @@ def test_what_cannot_be_timed_is_said_in_a_line(arguments: tuple[str, ...], said
 def floors(**ceilings: float) -> dict[str, float]:
     endless = {"bfloat16_flop_s": 1e30, "float32_flop_s": 1e30, "bytes_s": 1e30} | ceilings
     config = parse_config(releases.raw_config("glm-5"))
-    work = layer_floor.Work(config, 3, TOKENS, TOKENS // 10, 2048, schema.load("h200"))
+    work = layer_floor.Work(config, 3, TOKENS, TOKENS // 10, 2048, files.load("h200"))
     return layer_floor.floors(work, layer_floor.Ceilings(**endless))
 
 

@@ -29,7 +29,7 @@ from glm5q.types import Role
 from glm5q.verify import engines, verify
 from glm5q.verify.layouts import Held
 from glm5q.verify.model import Model
-from recipes import schema
+from recipes import files, schema
 from reports import html
 from reports.budget import Budget
 from tests import small
@@ -60,7 +60,7 @@ def run(source: Path, output: Path, texts: Texts, budget: BudgetOptions) -> pipe
 def sizes(source: Path) -> tuple[Space, int, int]:
     """The choices of the h200 recipe here, the least bytes and the most."""
     checkpoint = open_checkpoint(source)
-    found = space(schema.load("h200"), checkpoint.config, elements_of(checkpoint))
+    found = space(files.load("h200"), checkpoint.config, elements_of(checkpoint))
     return found, found.least, found.rest + sum(max(each) for each in found.nbytes.values())
 
 
@@ -214,17 +214,17 @@ def test_too_small_a_budget_says_what_is_needed(glm52: Path, texts: Texts, tmp_p
     gb, bits = re.findall(r"--budget-\w+ ([\d.]+)", str(raised.value))
     checkpoint = open_checkpoint(glm52)
     for enough in (BudgetOptions(gb=float(gb)), BudgetOptions(bits=float(bits))):
-        budgets.check_budget(schema.load("h200"), checkpoint, enough)
+        budgets.check_budget(files.load("h200"), checkpoint, enough)
 
 
 def test_a_format_with_one_layout_leaves_no_choice(glm52: Path) -> None:
     checkpoint = open_checkpoint(glm52)
     with pytest.raises(RecipeError, match="in one way only"):
-        space(schema.load("h200-sglang"), checkpoint.config, elements_of(checkpoint))
+        space(files.load("h200-sglang"), checkpoint.config, elements_of(checkpoint))
 
 
 def test_a_users_own_override_is_left_alone(glm52: Path) -> None:
-    recipe = schema.load("h200")
+    recipe = files.load("h200")
     plan = recipe.weights[Role.ATTENTION].model_copy(update={"scale_dtype": "float32"})
     own = schema.Override(role=Role.ATTENTION, layers=(0, 2), plan=plan)
     checkpoint = open_checkpoint(glm52)
@@ -237,7 +237,7 @@ def test_a_users_own_override_is_left_alone(glm52: Path) -> None:
 
 @pytest.mark.parametrize(("recipe", "engine"), [("h200", "SGLang"), ("a100", "transformers")])
 def test_experts_that_differ_by_layer_are_for_vllm_alone(recipe: str, engine: str) -> None:
-    config, loaded = parse_config(small.GLM52), schema.load(recipe)
+    config, loaded = parse_config(small.GLM52), files.load(recipe)
     states = {}
     for layers in ((3,), (1, 2, 3, 4)):
         plan = loaded.weights[Role.ATTENTION]

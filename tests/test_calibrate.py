@@ -18,7 +18,7 @@ from glm5q.errors import RecipeError
 from glm5q.formats.quantized import QuantizedCheckpoint, open_any
 from glm5q.layer import Codes, runnable
 from glm5q.types import Role
-from recipes import schema
+from recipes import files
 from tests import small
 
 Texts = tuple[Path, Path]
@@ -40,7 +40,7 @@ def run(source: Path, output: Path, texts: Texts, *recipes: str) -> list[pipelin
 
 def own_recipe(folder: Path, changes: dict[str, Any]) -> str:
     """h200 with other plans for some roles, as a file."""
-    raw = yaml.safe_load(schema.text("h200"))
+    raw = yaml.safe_load(files.text("h200"))
     raw["name"] = "own"
     for key, value in changes.items():
         raw[key] = raw[key] | value if isinstance(raw.get(key), dict) else value

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from glm5q.verify import verify
-from recipes import schema
+from recipes import files
 from reports import record as records
 from targets import base
 from tests import outputs, small
@@ -18,9 +18,9 @@ from tests.runs import RAW
 DECLARED = ("metax-c500", "enflame-s60")
 
 
-@pytest.mark.parametrize("name", schema.shipped())
+@pytest.mark.parametrize("name", files.shipped())
 def test_a_chip_nobody_saw_is_declared(name: str) -> None:
-    recipe = schema.load(name)
+    recipe = files.load(name)
     chip = base.load(recipe.target)
     if chip.verification != "run":
         assert recipe.verification.startswith("declared")
@@ -28,12 +28,12 @@ def test_a_chip_nobody_saw_is_declared(name: str) -> None:
 
 
 def test_every_target_has_a_recipe() -> None:
-    assert {schema.load(name).target for name in schema.shipped()} == set(base.TARGETS)
+    assert {files.load(name).target for name in files.shipped()} == set(base.TARGETS)
 
 
-@pytest.mark.parametrize("name", schema.shipped())
+@pytest.mark.parametrize("name", files.shipped())
 def test_no_recipe_asks_for_what_its_chip_lacks(name: str) -> None:
-    recipe = schema.load(name)
+    recipe = files.load(name)
     assert base.check_recipe_dtypes(recipe.target, recipe.activations()) == []
 
 
@@ -43,7 +43,7 @@ WITHOUT_FP8 = ("ascend-910b", "ascend-910c", "a100", "metax-c500", "enflame-s60"
 
 @pytest.mark.parametrize("chip", WITHOUT_FP8)
 def test_fp8_is_refused_where_there_is_none(chip: str, tmp_path: Path) -> None:
-    text = schema.text("h200").replace("target: h200", f"target: {chip}")
+    text = files.text("h200").replace("target: h200", f"target: {chip}")
     text = text.partition("\ntiles:")[0]  # h200's are refused first
     (tmp_path / "own.yaml").write_text(text)
     title = base.load(chip).title
@@ -61,7 +61,7 @@ def test_the_release_s_layout_calibrates_nothing(tmp_path: Path) -> None:
     arguments = ("calibrate", source, "--recipe", "source-fp8", "--output", tmp_path / "out")
     refused(*arguments, says=("source-fp8", "nothing can be calibrated", "glm5q plan"))
     refused(*arguments, "--format", "modelslim", says=("nothing can be calibrated",))
-    raw = schema.text("source-fp8").replace("router: {method: keep}", "router: {method: fp8}")
+    raw = files.text("source-fp8").replace("router: {method: keep}", "router: {method: fp8}")
     (tmp_path / "own.yaml").write_text(raw)
     refused("recipes", "validate", tmp_path / "own.yaml", says=("weights.router", "has keep"))
 
@@ -85,7 +85,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", DECLARED)
 def test_every_output_repeats_it(calibrated: Path, name: str) -> None:
-    said = schema.load(name).verification
+    said = files.load(name).verification
     folder = calibrated / "out" / name
     sentence = said[:1].upper() + said[1:]
     assert f"{sentence}." in (folder / "README.md").read_text()
@@ -101,7 +101,7 @@ def test_an_export_repeats_it(calibrated: Path, tmp_path: Path) -> None:
     folder = calibrated / "out" / "metax-c500"
     done = run("export", folder, "--format", "modelslim", "--output", tmp_path / "other")
     assert done.exit_code == 0, done.output
-    said = schema.load("metax-c500").verification
+    said = files.load("metax-c500").verification
     assert said[1:] in (tmp_path / "other" / "README.md").read_text()
 
 

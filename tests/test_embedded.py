@@ -17,7 +17,7 @@ from glm5q.formats.quantized import open_any
 from glm5q.layer import runnable
 from glm5q.pipeline.ablate import VARIANTS
 from glm5q.verify import verify
-from recipes import schema
+from recipes import files
 from reports import comparison
 
 ROOT = pipeline.embedded_checkpoint()
@@ -27,7 +27,7 @@ ROOT = pipeline.embedded_checkpoint()
 def finished(tmp_path_factory: pytest.TempPathFactory) -> list[pipeline.Finished]:
     """`h200` and plain rounding on its scales, from the same little text."""
     folder = tmp_path_factory.mktemp("embedded")
-    raw = yaml.safe_load(schema.text("h200"))
+    raw = yaml.safe_load(files.text("h200"))
     plan = raw["weights"]["routed_expert"]
     VARIANTS["rtn"](plan, raw["efforts"]["fast"], raw["efforts"]["best"])
     rounding = folder / "rtn.yaml"

@@ -9,7 +9,7 @@ import yaml
 
 from glm5q.checkpoint import open_checkpoint
 from glm5q.config import parse_config
-from recipes import schema
+from recipes import files
 from tests import small
 from tests.commands import Tensors
 from tests.warm import Ended, Warm
@@ -24,7 +24,7 @@ LAYERS = (4, 16)
 
 def cheap_recipe(file: Path) -> Path:
     """GPTQ with its Gram matrices, but without the searches that cost time and no memory."""
-    raw: dict[str, Any] = yaml.safe_load(schema.text("h200"))
+    raw: dict[str, Any] = yaml.safe_load(files.text("h200"))
     raw["weights"]["routed_expert"]["clip"] = {"steps": 1, "lowest": 1.0}
     raw["efforts"]["fast"] = {"descent": 0, "guidance": False}
     file.write_text(yaml.safe_dump(raw | {"name": "cheap"}))

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from glm5q import pipeline, plan_view, releases, tiny
-from recipes import schema
+from recipes import files
 from tests import small
 from tests.commands import refused, run
 
@@ -92,7 +92,7 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
     assert found["context"] == 512  # as long as it was made for
 
 
-@pytest.mark.parametrize("name", schema.shipped())
+@pytest.mark.parametrize("name", files.shipped())
 def test_every_recipe_plans_every_release(name: str) -> None:
     for model in ("glm-5", "glm-5.2"):
         found = planned(model, "--recipe", name)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from glm5q.config import parse_config
-from recipes import schema
+from recipes import files
 from targets import base
 from targets.plan import calibration
 from tests import small
@@ -20,7 +20,7 @@ WIDE = NARROW | {"hidden_size": 768, "moe_intermediate_size": 512, "n_routed_exp
 
 
 def planned(raw: dict[str, Any], recipe: Path) -> int:
-    loaded = schema.load(str(recipe))
+    loaded = files.load(str(recipe))
     plan = loaded.calibration.model_copy(update={"windows": 4, "sequence_length": 64})
     asked = loaded.model_copy(update={"calibration": plan})
     return sum(calibration.needs(parse_config(raw), asked, base.load("cpu"), 0).cpu.values())

@@ -14,17 +14,17 @@ import yaml
 from glm5q.config import parse_config
 from glm5q.errors import RecipeError
 from glm5q.types import Role
-from recipes import schema
+from recipes import checks, files
 from tests import small
 from tests.commands import refused, run
 
-SHIPPED = schema.shipped()
+SHIPPED = files.shipped()
 Keys = tuple[str | int, ...]
 
 
 @cache
 def _as_json(name: str) -> str:
-    return json.dumps(yaml.safe_load(schema.text(name)))  # YAML's aliases would be edited together
+    return json.dumps(yaml.safe_load(files.text(name)))  # YAML's aliases would be edited together
 
 
 def shipped_raw(name: str = "h200") -> dict[str, Any]:
@@ -35,7 +35,7 @@ def shipped_raw(name: str = "h200") -> dict[str, Any]:
 
 def refusal(raw: object, where: str = "mine.yaml") -> str:
     with pytest.raises(RecipeError) as found:
-        schema.parse(raw, where) if isinstance(raw, str) else schema.validated(raw, where)
+        files.parse(raw, where) if isinstance(raw, str) else files.validated(raw, where)
     line = str(found.value)
     assert line.startswith(f"{where}:")
     assert "\n" not in line
@@ -59,25 +59,25 @@ def at(raw: Any, path: Keys) -> Any:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_recipes(name: str) -> None:
-    recipe = schema.load(name)
+    recipe = files.load(name)
     assert recipe.name == name
     assert set(recipe.weights) == set(Role)
     assert run("recipes", "validate", name).exit_code == 0
-    assert run("recipes", "show", name).stdout == schema.text(name)
+    assert run("recipes", "show", name).stdout == files.text(name)
     assert name in run("recipes", "list").stdout
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_recipes_round_trip(name: str) -> None:
-    recipe = schema.load(name)
-    again = schema.parse(yaml.safe_dump(recipe.model_dump(mode="json")), name)
+    recipe = files.load(name)
+    again = files.parse(yaml.safe_dump(recipe.model_dump(mode="json")), name)
     assert again == recipe
     assert again.content_hash() == recipe.content_hash()
 
 
 def test_hash_covers_every_value() -> None:
     """Changing any number, text or choice to another valid one changes the hash."""
-    seen = {schema.load("h200").content_hash()}
+    seen = {files.load("h200").content_hash()}
     changes: list[tuple[Keys, Any]] = [
         (("calibration", "seed"), 1), (("calibration", "windows"), 3), (("mtp",), "quantize"),
         (("weights", "routed_expert", "damping"), 0.06), (("packing",), "int8"),
@@ -89,7 +89,7 @@ def test_hash_covers_every_value() -> None:
     for path, value in changes:
         changed = shipped_raw()
         at(changed, path[:-1])[path[-1]] = value
-        seen.add(schema.validated(changed, "mine").content_hash())
+        seen.add(files.validated(changed, "mine").content_hash())
     assert len(seen) == len(changes) + 1
 
 
@@ -184,13 +184,13 @@ W8 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("role", sorted(schema.KEEP_ONLY))
+@pytest.mark.parametrize("role", sorted(checks.KEEP_ONLY))
 def test_roles_that_must_be_kept(role: Role) -> None:
     raw = shipped_raw()
     raw["weights"][role.value] = W8
     line = refusal(raw)
     assert f"weights.{role.value}" in line
-    assert schema.KEEP_ONLY[role] in line
+    assert checks.KEEP_ONLY[role] in line
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -235,20 +235,20 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", UNFIT)
 def test_override_that_would_change_nothing(case: str) -> None:
     change, says = UNFIT[case]
-    recipe = schema.validated(shipped_raw() | change, "mine")
+    recipe = files.validated(shipped_raw() | change, "mine")
     with pytest.raises(RecipeError, match=says):
-        schema.check_fits(recipe, parse_config(small.GLM5))
+        checks.check_fits(recipe, parse_config(small.GLM5))
 
 
 @pytest.mark.parametrize("group", [96, 256, 1000])
 def test_group_that_does_not_divide(group: int) -> None:
     raw = shipped_raw()
     raw["weights"]["routed_expert"]["group_size"] = group
-    recipe = schema.validated(raw, "mine")
+    recipe = files.validated(raw, "mine")
     with pytest.raises(
         RecipeError, match=rf"routed_expert.group_size {group} does not divide .* 128"
     ):
-        schema.check_fits(recipe, parse_config(small.GLM5))
+        checks.check_fits(recipe, parse_config(small.GLM5))
 
 
 TEXTS: dict[str, tuple[str, str]] = {
@@ -346,4 +346,4 @@ def test_tiles_are_of_the_recipes_chip() -> None:
         raw["target"] = target
         assert says in refusal(raw)
     raw["target"] = "h20"
-    assert schema.validated(raw, "mine").tiles == schema.load("h200").tiles
+    assert files.validated(raw, "mine").tiles == files.load("h200").tiles

@@ -11,7 +11,7 @@ import yaml
 
 from calibrate import run
 from glm5q.pipeline.calibrate import CalibrateOptions, calibrate
-from recipes import schema
+from recipes import files
 from reports import comparison
 
 Change = Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], None]
@@ -49,9 +49,9 @@ def ablate(options: CalibrateOptions, progress: run.Progress = run.silent) -> co
     recipe = options.recipes[0]
     folder = options.output / "recipes"
     folder.mkdir(parents=True, exist_ok=True)
-    files = [_variant(recipe, name, folder) for name in VARIANTS]
+    variants = [_variant(recipe, name, folder) for name in VARIANTS]
     runs = options.output / "runs"
-    finished = calibrate(replace(options, recipes=tuple(files), output=runs), progress)
+    finished = calibrate(replace(options, recipes=tuple(variants), output=runs), progress)
     return comparison.compare([one.run for one in finished], list(VARIANTS))
 
 
@@ -73,7 +73,7 @@ def _rounding(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _variant(recipe: str, name: str, folder: Path) -> str:
-    raw = yaml.safe_load(schema.text(recipe))
+    raw = yaml.safe_load(files.text(recipe))
     efforts = raw["efforts"]
     VARIANTS[name](raw["weights"]["routed_expert"], efforts["fast"], efforts["best"])
     raw["name"] = name

@@ -19,7 +19,7 @@ from glm5q.pipeline import describe
 from glm5q.pipeline.bench_rows import Key, key_of, label, row_of, spread
 from glm5q.pipeline.lower import choose, expert_dtype, requests, tiles_for, unsupported
 from glm5q.pipeline.subject import subject_of
-from recipes import schema
+from recipes import files
 from reports import measures
 from reports import record as records
 from targets import base, bench, ceilings, onnx_runtime, passes
@@ -119,7 +119,7 @@ class _Run:
     """One bench under way. A piece of work is timed once, however many passes have it."""
 
     def __init__(self, chip: base.Target, options: BenchOptions, progress: Progress) -> None:
-        self._recipe = schema.load(options.recipe) if options.recipe else None
+        self._recipe = files.load(options.recipe) if options.recipe else None
         self._tiles, self._whose_tiles = tiles_for(chip, self._recipe, options.recipe)
         self._experts = expert_dtype(self._recipe) if self._recipe else passes.EXPERTS
         self._chip = ceilings.measured(chip)

@@ -31,7 +31,7 @@ from glm5q.pipeline.common import check_device, embedded_checkpoint
 from glm5q.pipeline.layer_floor import Ceilings, Work, floors, measure
 from glm5q.types import Role
 from glm5q.writer import Shard, Writer, open_writer
-from recipes import schema
+from recipes import files, schema
 
 SHAPES = (*releases.NAMES, "embedded")
 OUTLIERS = 8  # channels of thirty times the others' size, as models of this kind have
@@ -157,7 +157,7 @@ def _bench(options: BenchOptions, place: run.Place) -> BenchResult | None:
             f"--tokens {options.tokens}: under two windows of {options.sequence_length}",
             "give more, or a smaller --sequence-length",
         )
-    recipe = schema.load(options.recipe).model_copy(update={"effort": options.effort})
+    recipe = files.load(options.recipe).model_copy(update={"effort": options.effort})
     number = config.moe.index(True)
     made = _Made(config, place.device, options.seed)
     layer = made.layer(number)

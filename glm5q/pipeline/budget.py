@@ -25,7 +25,7 @@ from glm5q.errors import UserError
 from glm5q.pipeline.budget_space import Space, space, with_plans
 from glm5q.pipeline.subject import elements_of
 from glm5q.types import Role
-from recipes import schema
+from recipes import files
 from recipes.schema import Keep, Plan, Recipe
 from reports.budget import Budget, BudgetChoice, BudgetPoint, BudgetUnit
 from reports.html import write_text
@@ -179,7 +179,7 @@ def _applied(recipe: Recipe, budget: Budget, source: Checkpoint) -> Recipe:
         at = (unit.layer, Role(unit.role))
         if unit.chosen:
             plans[at] = options[at][unit.chosen]
-    return schema.unverified(with_plans(recipe, plans))
+    return files.unverified(with_plans(recipe, plans))
 
 
 def _texts(calibration: Tensor, held_out: int, _evaluation: Tensor) -> Texts:

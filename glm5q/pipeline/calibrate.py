@@ -33,7 +33,7 @@ from glm5q.pipeline.common import (
 )
 from glm5q.pipeline.footprint import record_plan
 from glm5q.writer import Writer, check_free, file_sha256, open_writer
-from recipes import schema
+from recipes import checks, files, schema
 from recipes.schema import Recipe
 from reports import record as records
 from targets.base import check_recipe_dtypes
@@ -79,7 +79,7 @@ def _calibrate(
 ) -> list[describe.Finished]:
     started = time.perf_counter()
     check_device(place.device)
-    recipes = [_adjusted(schema.load(name), options) for name in options.recipes]
+    recipes = [_adjusted(files.load(name), options) for name in options.recipes]
     source = open_checkpoint(options.source, options.latent_norm_eps)
     for recipe in recipes:
         _check_recipe(recipe, source)
@@ -180,19 +180,19 @@ def _adjusted(recipe: Recipe, options: CalibrateOptions) -> Recipe:
     if options.format is not None:
         update["format"] = formats.get(options.format).NAME
         if update["format"] != recipe.format:  # which nobody checked with this recipe
-            return schema.unverified(recipe.model_copy(update=update))
+            return files.unverified(recipe.model_copy(update=update))
     return recipe.model_copy(update=update)
 
 
 def validate_recipe(file: Path) -> Recipe:
     """Returns the recipe in `file` once its keys, roles and target's number formats are checked."""
-    recipe = schema.load(str(file))
+    recipe = files.load(str(file))
     _check_target(recipe)
     return recipe
 
 
 def _check_recipe(recipe: Recipe, source: Checkpoint) -> None:
-    schema.check_fits(recipe, source.config)
+    checks.check_fits(recipe, source.config)
     _check_target(recipe)
     config = source.config
     assignments = [recipe.assignment(number, config) for number in range(config.num_layers)]

@@ -16,7 +16,7 @@ from glm5q.errors import UserError
 from glm5q.pipeline import describe
 from glm5q.types import Role
 from glm5q.writer import write_error
-from recipes import schema
+from recipes import files, schema
 from targets import base, shapes
 from targets.lowering import Stage
 
@@ -103,7 +103,7 @@ def lower(
     chip = base.load(target)
     if setup and chip.kind != "ascend":
         raise UserError("--setup: only Ascend targets have compilers of their own", "leave it out")
-    wanted = schema.load(recipe) if recipe else None
+    wanted = files.load(recipe) if recipe else None
     rows = tuple(choose(request, chip) for request in requests(chip.kind, wanted))
     if not any(row.chosen for row in rows):
         raise unsupported(rows[0], chip)
@@ -232,7 +232,7 @@ def _manifest(lowered: Lowered) -> dict[str, Any]:
     for stage in lowered.stages:
         for file in stage.artefacts:
             stages = {**stages, file: [*stages.get(file, []), stage]}
-    files = [
+    artefacts = [
         {
             "file": file,
             "sha256": hashlib.sha256((lowered.output / file).read_bytes()).hexdigest(),
@@ -245,4 +245,4 @@ def _manifest(lowered: Lowered) -> dict[str, Any]:
     ]
     versions = {package: describe.package_version(package) for package in PACKAGES}
     versions["c++"] = build.compiler_version() or "none found"
-    return {"created": describe.now(), "versions": versions, "files": files} | lowered.as_json()
+    return {"created": describe.now(), "versions": versions, "files": artefacts} | lowered.as_json()

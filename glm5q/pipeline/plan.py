@@ -8,7 +8,7 @@ from glm5q.config import ModelConfig
 from glm5q.errors import RecipeError, UserError
 from glm5q.pipeline.footprint import LONGEST
 from glm5q.pipeline.subject import Subject, capacity, chip_of, goodness, subject_of
-from recipes import schema
+from recipes import checks, files
 from recipes.schema import Recipe
 from targets import base
 from targets.plan import calibration, layouts, memory, roofline, weights
@@ -70,7 +70,7 @@ class Found:
 
 def plan(options: PlanOptions) -> Found:
     """Returns what the model needs on the chip, by layout. Raises UserError for what cannot be."""
-    recipe = schema.load(options.recipe)
+    recipe = files.load(options.recipe)
     chip = chip_of(options.chip or recipe.target)
     subject = subject_of(options.model)
     config = subject.config
@@ -117,7 +117,7 @@ def plan(options: PlanOptions) -> Found:
 def _check(
     options: PlanOptions, load: Load, recipe: Recipe, chip: base.Target, config: ModelConfig
 ) -> None:
-    schema.check_fits(recipe, config)
+    checks.check_fits(recipe, config)
     for problem in base.check_recipe_dtypes(chip.name, recipe.activations()):
         raise RecipeError(f"{recipe.name}: {problem}", "choose a recipe for this chip")
     if why := memory.kv_refusal(chip, options.kv):

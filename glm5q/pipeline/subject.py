@@ -11,7 +11,7 @@ from glm5q.config import ModelConfig, parse_config, read_config
 from glm5q.errors import UserError
 from glm5q.shards import DTYPES
 from glm5q.types import Role
-from recipes import schema
+from recipes import files
 from recipes.schema import Keep
 from reports import record as records
 from targets import base, machine
@@ -84,7 +84,7 @@ def elements_of(source: Checkpoint) -> Elements:
 
 def _plain_bytes(config: ModelConfig) -> int:
     """The BF16 release's size."""
-    kept = schema.load("source-fp8").model_copy(
+    kept = files.load("source-fp8").model_copy(
         update={"weights": dict.fromkeys(Role, Keep(method="keep"))}
     )
     return weights.weights(config, kept).total

@@ -25,7 +25,7 @@ from glm5q.formats.quantized import open_any
 from glm5q.layer import Layer, Weights, runnable
 from glm5q.pipeline.calibrate import CalibrateOptions
 from glm5q.verify import verify
-from recipes import schema
+from recipes import files
 from tests.calibrate.test_ranks import shards
 
 WIDTH, OUT, EXPERTS, LENGTH = 24, 16, 5, 64
@@ -45,7 +45,7 @@ def sums(x: Tensor, y: Tensor) -> Inputs:
 
 
 def recipe(**steps: Any) -> dict[str, Any]:
-    raw: dict[str, Any] = yaml.safe_load(schema.text("a100"))
+    raw: dict[str, Any] = yaml.safe_load(files.text("a100"))
     wanted = {"descent": 1, "guidance": False} | steps
     raw |= {"name": "small", "mtp": "quantize", "efforts": {"fast": wanted, "best": wanted}}
     return raw
@@ -53,7 +53,7 @@ def recipe(**steps: Any) -> dict[str, Any]:
 
 def job() -> Job:
     """One that has a recipe and nothing to write."""
-    wanted = schema.validated(recipe(correction=True), "x")
+    wanted = files.validated(recipe(correction=True), "x")
     return Job(wanted, cast(Any, None), cast(Any, None))
 
 
@@ -148,7 +148,7 @@ def test_a_stack_is_turned_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_number_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"efforts\.fast\.correction"):
-        schema.validated(recipe(correction=0.5), "x")
+        files.validated(recipe(correction=0.5), "x")
 
 
 def asked(source: Path, output: Path, texts: Texts, **steps: Any) -> CalibrateOptions:

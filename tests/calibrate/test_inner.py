@@ -28,7 +28,7 @@ from glm5q.layer import Codes, runnable
 from glm5q.pipeline.calibrate import CalibrateOptions
 from glm5q.types import IntScheme
 from glm5q.verify import verify
-from recipes import schema
+from recipes import files
 from recipes.schema import Gptq
 from tests.calibrate.test_ranks import shards
 
@@ -38,7 +38,7 @@ Texts = tuple[Path, Path]
 
 
 def recipe(**steps: Any) -> dict[str, Any]:
-    raw: dict[str, Any] = yaml.safe_load(schema.text("a100"))
+    raw: dict[str, Any] = yaml.safe_load(files.text("a100"))
     wanted = {"descent": 1, "guidance": False} | steps
     raw |= {"name": "small", "mtp": "quantize", "efforts": {"fast": wanted, "best": wanted}}
     return raw
@@ -47,7 +47,7 @@ def recipe(**steps: Any) -> dict[str, Any]:
 def plan(**changes: Any) -> Gptq:
     raw = recipe()
     raw["weights"]["routed_expert"] |= {"group_size": None, "scale_dtype": "float32"} | changes
-    found = schema.validated(raw, "x").weights
+    found = files.validated(raw, "x").weights
     return next(p for p in found.values() if isinstance(p, Gptq))
 
 

@@ -19,7 +19,7 @@ from glm5q.checkpoint import Checkpoint, open_checkpoint
 from glm5q.config import ModelConfig
 from glm5q.layer import Codes, Layer, runnable
 from glm5q.types import IntScheme, Role
-from recipes import schema
+from recipes import files
 from recipes.schema import Keep, Plan, Recipe
 
 EXPERTS, ATTENTION = (2, Role.ROUTED_EXPERT), (0, Role.ATTENTION)
@@ -50,7 +50,7 @@ def source(glm52: Path) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def recipe() -> Recipe:
-    return schema.load("h200")
+    return files.load("h200")
 
 
 @pytest.fixture(scope="module")

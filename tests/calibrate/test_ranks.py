@@ -21,7 +21,7 @@ from calibrate.shares import Share
 from calibrate.states import share_out
 from glm5q.errors import UserError
 from glm5q.writer import file_sha256
-from recipes import schema
+from recipes import files
 from tests.commands import INDEX
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def test_two_ranks_give_the_codes_of_one(alone: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", ["guidance", "correction", "inner"])
 def test_two_ranks_weigh_the_tokens_that_one_does(step: str, tmp_path: Path) -> None:
     """By the end loss's weights, which are numbered through all windows; or in both streams."""
-    raw = yaml.safe_load(schema.text("h200"))
+    raw = yaml.safe_load(files.text("h200"))
     raw["efforts"]["fast"] = {"descent": 1, "guidance": False} | {step: True}
     recipe = tmp_path / "asked.yaml"
     recipe.write_text(yaml.safe_dump(raw | {"name": "asked"}))

@@ -16,7 +16,7 @@ from glm5q import names, pipeline, quant
 from glm5q.checkpoint import Checkpoint, open_checkpoint
 from glm5q.formats.quantized import open_any
 from glm5q.layer import Codes, runnable
-from recipes import schema
+from recipes import files
 
 LENGTH, WINDOWS, HELD_OUT = 64, 24, 2
 Texts = tuple[Path, Path]
@@ -26,7 +26,7 @@ def options(
     source: Path, output: Path, texts: Texts, effort: str = "fast"
 ) -> pipeline.CalibrateOptions:
     """`h200` on text as it is: nothing is topped up, so `best` has its guidance."""
-    raw = yaml.safe_load(schema.text("h200"))
+    raw = yaml.safe_load(files.text("h200"))
     raw["efforts"]["best"].pop("top_up")
     recipe = output.with_name(f"{output.name}.yaml")
     recipe.write_text(yaml.safe_dump(raw))

@@ -24,7 +24,7 @@ from glm5q.formats.quantized import open_any
 from glm5q.layer import Codes, Fold, Layer, powers_of_two, runnable
 from glm5q.types import IntScheme
 from glm5q.verify import verify
-from recipes import schema
+from recipes import files, schema
 from tests import outputs, small
 from tests.calibrate.one_layer import quantize_one
 from tests.runs import contents
@@ -40,9 +40,9 @@ Texts = tuple[Path, Path]
 
 
 def recipe(name: str, alphas: list[float]) -> schema.Recipe:
-    raw = yaml.safe_load(schema.text(name))
+    raw = yaml.safe_load(files.text(name))
     raw["efforts"]["fast"]["smooth"] = alphas
-    return schema.validated(raw, name)
+    return files.validated(raw, name)
 
 
 @pytest.fixture(scope="module")
@@ -145,12 +145,12 @@ def test_outliers_gain_and_even_inputs_lose_nothing(uneven: Path, glm52: Path) -
 
 def test_not_where_a_reader_could_not_follow(uneven: Path) -> None:
     """A float16 matrix has no room for powers of two; weights-only inputs are not rounded."""
-    raw = yaml.safe_load(schema.text("h200"))
+    raw = yaml.safe_load(files.text("h200"))
     raw["efforts"]["fast"]["smooth"] = [0.5]
     raw["weights"]["indexer_key"] = {"method": "keep", "dtype": "float16"}
     raw["weights"]["shared_expert"] = raw["weights"]["shared_expert"] | {"activation": None}
     source = open_checkpoint(uneven)
-    config, asked = source.config, schema.validated(raw, "h200")
+    config, asked = source.config, files.validated(raw, "h200")
     states = run.embed(source, torch.arange(2 * LENGTH).view(2, LENGTH))
     layer = source.layer(1)
     weights = runnable(layer)

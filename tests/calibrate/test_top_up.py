@@ -20,7 +20,7 @@ from glm5q.errors import RecipeError
 from glm5q.formats.quantized import open_any
 from glm5q.pipeline.calibrate import CalibrateOptions, calibrate
 from glm5q.types import IntScheme
-from recipes import schema
+from recipes import files
 from recipes.schema import Clip, TopUp
 from tests.small import GLM5, write_checkpoint, write_text
 
@@ -130,27 +130,27 @@ def test_text_that_is_long_enough_stays(wanted: TopUp | None) -> None:
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
-    raw: dict[str, Any] = yaml.safe_load(schema.text("a100"))
+    raw: dict[str, Any] = yaml.safe_load(files.text("a100"))
     raw["weights"]["routed_expert"] |= {"group_size": 32} | changes
     return raw
 
 
 def test_signed_is_refused_where_it_is_known_to_break() -> None:
     clip = {"steps": 8, "lowest": 0.5, "signed": True}
-    assert schema.validated(recipe(clip=clip), "x")
+    assert files.validated(recipe(clip=clip), "x")
     with pytest.raises(RecipeError, match=r"routed_expert\.clip\.signed: vLLM's Marlin"):
-        schema.validated(recipe(clip=clip, activation="int8"), "x")
+        files.validated(recipe(clip=clip, activation="int8"), "x")
     raw = recipe()
     raw["weights"]["attention"]["clip"] |= {"signed": True}
     with pytest.raises(RecipeError, match=r"attention\.clip\.signed: eight bits"):
-        schema.validated(raw, "x")
+        files.validated(raw, "x")
 
 
 def test_unknown_top_up_key_is_an_error() -> None:
     raw = recipe()
     raw["efforts"]["best"] = {"descent": 1, "guidance": False, "top_up": {"tokens": 8, "share": 1}}
     with pytest.raises(RecipeError, match=r"efforts\.best\.top_up"):
-        schema.validated(raw, "x")
+        files.validated(raw, "x")
 
 
 def test_a_run_with_all_of_it_twice_is_byte_equal_and_says_so(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from glm5q.formats import compressed_tensors, modelslim, sglang_w4afp8
 from glm5q.formats.quantized import open_any
 from glm5q.layer import Codes, Layer, runnable
 from glm5q.types import IntScheme
-from recipes import schema
+from recipes import files
 from recipes.schema import Gptq, Rtn
 from tests import outputs, small
 from tests.runs import RAW, small_run
@@ -97,7 +97,7 @@ def test_onnx_leaves_the_routers_bias(calibrated: tuple[Path, Path], tmp_path: P
 @pytest.mark.parametrize("recipe", outputs.RECIPES)
 def test_every_format_leaves_the_routers_bias(recipe: str) -> None:
     """Each format's writer, given a bias near 7."""
-    plan, checkpoint = schema.load(recipe), open_any(outputs.quantized(recipe))
+    plan, checkpoint = files.load(recipe), open_any(outputs.quantized(recipe))
     layer = checkpoint.layer(1)
     vectors = layer.vectors | {BIAS: biases(len(layer.vectors[BIAS]))}
     layer = Layer(1, vectors, layer.matrices)
@@ -175,10 +175,10 @@ def test_eight_bits_stop_at_minus_127() -> None:
     assert (int(codes.min()), int(codes.max())) == (-127, 127)
 
 
-@pytest.mark.parametrize("name", [n for n in schema.shipped() if n != "source-fp8"])
+@pytest.mark.parametrize("name", [n for n in files.shipped() if n != "source-fp8"])
 def test_codes_meet_the_scale_that_the_files_hold(name: str) -> None:
     """A recipe's scale dtype is what its format stores: a scale comes back as it was rounded to."""
-    recipe = schema.load(name)
+    recipe = files.load(name)
     for plan in recipe.weights.values():
         if not isinstance(plan, Gptq | Rtn):
             continue

@@ -22,7 +22,7 @@ from glm5q import names, pipeline, quant
 from glm5q.checkpoint import Checkpoint, open_checkpoint
 from glm5q.errors import RecipeError
 from glm5q.layer import runnable
-from recipes import schema
+from recipes import files
 from tests import small
 from tests.calibrate import traps
 from tests.runs import small_run
@@ -134,8 +134,8 @@ def test_a_cap_of_zero_is_none() -> None:
 
 def test_the_cap_is_a_step_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for by name it reaches every Gram; no shipped recipe asks; another type is an error."""
-    for name in schema.shipped():
-        efforts = schema.load(name).efforts
+    for name in files.shipped():
+        efforts = files.load(name).efforts
         assert not efforts.fast.token_cap
         assert not efforts.best.token_cap
     asked = small_run(tmp_path)
@@ -151,7 +151,7 @@ def test_the_cap_is_a_step_of_the_recipe(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(statistics.token_cap for statistics in made)
     raw["efforts"]["fast"]["token_cap"] = 1
     with pytest.raises(RecipeError, match="token_cap"):
-        schema.parse(yaml.safe_dump(raw), "own.yaml")
+        files.parse(yaml.safe_dump(raw), "own.yaml")
 
 
 # Pads

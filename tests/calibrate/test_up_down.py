@@ -27,7 +27,7 @@ from glm5q.layer import Codes, Fold, Layer, powers_of_two, runnable
 from glm5q.pipeline.ablate import VARIANTS, _variant
 from glm5q.types import Role
 from glm5q.verify import verify
-from recipes import schema
+from recipes import files, schema
 from tests import outputs, small
 from tests.calibrate.one_layer import quantize_one
 from tests.calibrate.test_ranks import TORCHRUN, python, shards
@@ -44,9 +44,9 @@ Texts = tuple[Path, Path]
 
 
 def recipe(name: str, alphas: list[float], smooth: tuple[float, ...] = ()) -> schema.Recipe:
-    raw = yaml.safe_load(schema.text(name))
+    raw = yaml.safe_load(files.text(name))
     raw["efforts"]["fast"] |= {"up_down": alphas, "smooth": list(smooth)}
-    return schema.validated(raw, name)
+    return files.validated(raw, name)
 
 
 @pytest.fixture(scope="module")
@@ -272,15 +272,15 @@ def test_refused_where_a_static_scale_is_of_other_inputs() -> None:
 
 @pytest.mark.parametrize("step", ["up_down", "smooth"])
 def test_an_alpha_given_twice_is_refused(step: str) -> None:
-    raw = yaml.safe_load(schema.text("h200"))
+    raw = yaml.safe_load(files.text("h200"))
     raw["efforts"]["fast"][step] = [0.5, 0.50000001]
     with pytest.raises(RecipeError, match=rf"efforts\.fast\.{step}: an alpha twice"):
-        schema.validated(raw, "x")
+        files.validated(raw, "x")
 
 
 @pytest.mark.parametrize("name", ["h200", "atlas-800t-a3", "h200-sglang"])
 def test_every_variant_of_the_ablation_is_a_recipe(name: str, tmp_path: Path) -> None:
-    steps = {v: schema.load(_variant(name, v, tmp_path)).steps for v in VARIANTS}
+    steps = {v: files.load(_variant(name, v, tmp_path)).steps for v in VARIANTS}
     assert bool(steps["up-down"].up_down) == (name != "h200-sglang")
     assert steps["smooth"].smooth
     assert not steps["fast"].smooth
@@ -301,7 +301,7 @@ def test_read_back_has_what_was_quantized(written: pipeline.CalibrateOptions) ->
 
 def test_two_ranks_fold_as_one_does(uneven: Path, texts: Texts, tmp_path: Path) -> None:
     """Each rank knows the inputs of its own experts alone; smoothing's are all of everybody's."""
-    raw = yaml.safe_load(schema.text("h200"))
+    raw = yaml.safe_load(files.text("h200"))
     raw["efforts"]["fast"] |= {"up_down": ALPHAS, "smooth": [0.5]}
     file = tmp_path / "folded.yaml"
     file.write_text(yaml.safe_dump(raw | {"name": "folded"}))
@@ -323,7 +323,7 @@ def test_inner_fits_what_was_folded(uneven: Path, texts: Texts, tmp_path: Path) 
     """calibrate.inner runs the layer again: on the inputs that its folded gate and up meet."""
     errors = {}
     for inner in (False, True):
-        raw = yaml.safe_load(schema.text("h200"))
+        raw = yaml.safe_load(files.text("h200"))
         raw["efforts"]["fast"] |= {"up_down": ALPHAS, "smooth": [0.5], "inner": inner}
         asked = options(uneven, tmp_path / str(inner), texts, "h200")
         Path(asked.recipes[0]).write_text(yaml.safe_dump(raw | {"name": "folded"}))
@@ -339,7 +339,7 @@ def test_inner_fits_what_was_folded(uneven: Path, texts: Texts, tmp_path: Path) 
 @pytest.mark.gpu
 def test_on_a_gpu_folds_are_taken_and_verify(uneven: Path, texts: Texts, tmp_path: Path) -> None:
     """Both kinds, beside bfloat16 products: near what a CPU makes of the same text."""
-    raw = yaml.safe_load(schema.text("h200"))
+    raw = yaml.safe_load(files.text("h200"))
     raw["efforts"]["fast"] |= {"up_down": ALPHAS, "smooth": [0.5]}
     found = {}
     for device in ("cuda", "cpu"):

@@ -14,7 +14,7 @@ from torch import Tensor
 from glm5q import quant
 from glm5q.config import parse_config
 from glm5q.verify import verify
-from recipes import schema
+from recipes import files
 from tests import small
 from tests.commands import refused, run
 
@@ -40,7 +40,7 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(name: str, folder: Path) -> Path:
     """A shipped recipe with plain rounding: the formats are tested here, not the methods."""
-    raw: dict[str, Any] = yaml.safe_load(schema.text(name))
+    raw: dict[str, Any] = yaml.safe_load(files.text(name))
     for plan in raw["weights"].values():
         if plan["method"] in ("gptq", "rtn"):
             for key in ("damping", "ridge", "act_order", "pooling"):

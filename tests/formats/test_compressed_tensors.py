@@ -19,7 +19,7 @@ from glm5q.formats.ct_config import check_claims, quantization_config
 from glm5q.formats.quantized import open_any
 from glm5q.layer import Codes, runnable
 from glm5q.verify import ct_rules
-from recipes import schema
+from recipes import files, schema
 from tests import outputs, small
 
 # What vLLM 0.33, SGLang 0.5.23 and transformers 5.24 resolved these names to, run by hand on a
@@ -68,7 +68,7 @@ def claims(found: ct_rules.Claim | None) -> tuple[int, int | None, str | None] |
 
 
 def config_of(raw: dict[str, Any], recipe: str = "h200") -> dict[str, Any]:
-    config, loaded = parse_config(raw), schema.load(recipe)
+    config, loaded = parse_config(raw), files.load(recipe)
     plan = [loaded.assignment(n, config) for n in range(config.num_layers)]
     found = quantization_config(plan, config, Options())
     check_claims(found, plan, config)
@@ -86,7 +86,7 @@ def test_engines_resolve_glm5_s_names() -> None:
 
 
 def test_mtp_layer_quantized_too_has_both_engines_names() -> None:
-    config, loaded = parse_config(FULL_SIZE), schema.load("h200")
+    config, loaded = parse_config(FULL_SIZE), files.load("h200")
     whole = loaded.model_copy(update={"mtp": "quantize"})
     plan = [whole.assignment(n, config) for n in range(config.num_layers)]
     found = quantization_config(plan, config, Options())
@@ -100,7 +100,7 @@ def test_mtp_layer_quantized_too_has_both_engines_names() -> None:
 
 
 def test_a_layer_of_another_scheme_is_named_by_number() -> None:
-    config, loaded = parse_config(FULL_SIZE), schema.load("h200")
+    config, loaded = parse_config(FULL_SIZE), files.load("h200")
     kept = schema.Keep(method="keep")
     override = schema.Override(role=names.Role.SHARED_EXPERT, layers=(5, 7), plan=kept)
     changed = loaded.model_copy(update={"overrides": (override,)})

@@ -15,7 +15,7 @@ from glm5q.formats.base import Options
 from glm5q.formats.quantized import open_any
 from glm5q.layer import Codes, runnable
 from glm5q.types import StaticFp8
-from recipes import schema
+from recipes import files
 from tests import outputs
 
 CODES = torch.tensor([[-8, 7, -1, 1], [0, -2, 3, -7]], dtype=torch.int8)
@@ -63,7 +63,7 @@ def test_config_says_w4afp8_and_what_is_kept() -> None:
 
 def test_refuses_int8_attention_and_a_kept_mtp_layer() -> None:
     config = open_checkpoint(outputs.source()).config
-    recipe = schema.load("h200")
+    recipe = files.load("h200")
     plan = [recipe.assignment(n, config) for n in range(config.num_layers)]
     said = list(formats.get("sglang-w4afp8").problems(plan, config, Options()))
     assert any("attention is int8 channel + int8" in one for one in said)

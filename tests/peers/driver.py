@@ -24,7 +24,7 @@ from calibrate.data import load_windows
 from glm5q.checkpoint import open_checkpoint
 from glm5q.pipeline.ablate import VARIANTS
 from glm5q.pipeline.common import embedded_checkpoint
-from recipes import schema
+from recipes import files
 from tests.peers import reader, table
 from tests.peers.judge import PLAIN, Judge
 from tests.peers.outcome import FILE as OUTCOME
@@ -191,7 +191,7 @@ def run_ours(session: Session, name: str, variant: str, group: int | None) -> di
 
 def weight_only(name: str, variant: str, group: int | None) -> dict[str, Any]:
     """Returns the recipe with routed experts in int4 and nothing else, activations as they are."""
-    raw: dict[str, Any] = yaml.safe_load(schema.text(RECIPE))
+    raw: dict[str, Any] = yaml.safe_load(files.text(RECIPE))
     experts = raw["weights"]["routed_expert"]
     VARIANTS[variant](experts, raw["efforts"]["fast"], raw["efforts"]["best"])
     experts.update(group_size=group, activation=None)

@@ -11,7 +11,7 @@ import pytest
 from glm5q.config import parse_config
 from glm5q.formats import hub, readme
 from glm5q.types import Role
-from recipes import schema
+from recipes import files
 from reports.card import model_card
 from reports.record import RunRecord, read_record
 from tests.formats.test_compressed_tensors import FULL_SIZE
@@ -152,7 +152,7 @@ def test_verification_and_fallbacks_stand_once(made: RunRecord) -> None:
 @pytest.mark.parametrize("name", ["h200", "h200-sglang", "cpu", "atlas-800t-a3"])
 def test_serving_commands_are_those_beside_the_weights(name: str, made: RunRecord) -> None:
     """The card knows schemes by their labels only; the README of an output by the recipe."""
-    recipe, config = schema.load(name), parse_config(FULL_SIZE)
+    recipe, config = files.load(name), parse_config(FULL_SIZE)
     assignments = [recipe.assignment(n, config) for n in range(config.num_layers)]
     beside = readme.servings(recipe.format, assignments, config, recipe.options())
     assert made.recipe is not None

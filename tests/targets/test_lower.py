@@ -18,7 +18,7 @@ from fused_ops import build
 from fused_ops.op import OpRequest, UnsupportedOp, load
 from glm5q.errors import UserError
 from glm5q.pipeline.lower import Lowered, expert_dtype, lower, requests
-from recipes import schema
+from recipes import files
 from recipes.tiles import TILES
 from targets import base, lower_cpu, shapes
 from targets.lowering import Stage
@@ -72,9 +72,9 @@ def test_cuda_code_is_compiled_where_there_is_no_gpu(
     assert set(by_kind) == {".ttir", ".ttgir", ".ptx", ".cubin"}
     assert re.search(r"^\.target sm_80", by_kind[".ptx"].read_text(), re.M)
     assert by_kind[".cubin"].read_bytes()[:4] == b"\x7fELF"
-    files = json.loads((tmp_path / "out" / "manifest.json").read_text())["files"]
-    assert {tmp_path / "out" / file["file"] for file in files} == set(by_kind.values())
-    assert files[0]["constants"]["SEGMENT"] > 0
+    listed = json.loads((tmp_path / "out" / "manifest.json").read_text())["files"]
+    assert {tmp_path / "out" / file["file"] for file in listed} == set(by_kind.values())
+    assert listed[0]["constants"]["SEGMENT"] > 0
 
 
 def attention() -> OpRequest:
@@ -169,8 +169,8 @@ def test_a_launch_looks_up_what_was_compiled(request_: OpRequest, name: str) -> 
         assert asked.hash == ahead.hash
 
 
-NVIDIA = [name for name in schema.shipped() if "sparse_attention" in schema.load(name).tiles]
-NVIDIA = [name for name in NVIDIA if base.load(schema.load(name).target).kind == "cuda"]
+NVIDIA = [name for name in files.shipped() if "sparse_attention" in files.load(name).tiles]
+NVIDIA = [name for name in NVIDIA if base.load(files.load(name).target).kind == "cuda"]
 
 
 def seen(launches: list[Any]) -> list[Any]:
@@ -197,7 +197,7 @@ def of_cuda() -> Iterator[tuple[OpRequest, Any]]:
 
 def test_every_nvidia_chip_has_a_recipe_with_tiles() -> None:
     chips = {name for name in base.TARGETS if base.load(name).kind == "cuda"}
-    assert {schema.load(name).target for name in NVIDIA} == chips
+    assert {files.load(name).target for name in NVIDIA} == chips
     assert {name for name in TILES if base.load(name).kind == "cuda"} == chips
     kinds = {base.load(name).kind for name in TILES}
     assert kinds == {"cuda", "ascend"}
@@ -212,7 +212,7 @@ def test_every_nvidia_chip_has_a_recipe_with_tiles() -> None:
 def test_the_shipped_tiles_are_what_is_launched_without_a_recipe(name: str) -> None:
     from targets import lower_cuda
 
-    recipe = schema.load(name)
+    recipe = files.load(name)
     for request, implementation in of_cuda():
         if implementation.targets is None or recipe.target in implementation.targets:
             without, with_it = (
@@ -228,7 +228,7 @@ def test_the_shipped_tiles_are_what_is_launched_without_a_recipe(name: str) -> N
 def test_every_tile_reaches_a_launch(table: str) -> None:
     from targets import lower_cuda
 
-    tiles = schema.load("h200").tiles
+    tiles = files.load("h200").tiles
     for name, size in tiles[table].items():
         other = tiles | {table: tiles[table] | {name: size // 2}}
         changed = [
@@ -242,7 +242,7 @@ def test_every_tile_reaches_a_launch(table: str) -> None:
 
 def own(folder: Path, **changes: dict[str, int]) -> Path:
     """h200 with other tiles, as a file."""
-    raw = yaml.safe_load(schema.text("h200"))
+    raw = yaml.safe_load(files.text("h200"))
     for table, sizes in changes.items():
         raw["tiles"][table] |= sizes
     file = folder / "own.yaml"
@@ -324,8 +324,8 @@ def test_launches_are_put_back() -> None:
 
 
 def test_a_recipes_number_formats_are_lowered() -> None:
-    assert expert_dtype(schema.load("h200")) == ("int4+fp8", 128)
-    asked = requests("cuda", schema.load("h200"))
+    assert expert_dtype(files.load("h200")) == ("int4+fp8", 128)
+    asked = requests("cuda", files.load("h200"))
     experts = [request for request in asked if request.op == "expert_gemm"]
     assert {(r.dtype, r.shape["group"]) for r in experts} == {("int4+fp8", 128)}
     assert len(experts) == 3

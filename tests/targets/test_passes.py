@@ -12,7 +12,7 @@ from glm5q.pipeline.bench import BenchOptions, bench_options
 from glm5q.pipeline.bench import run as bench
 from glm5q.pipeline.report import render
 from glm5q.pipeline.subject import subject_of
-from recipes import schema
+from recipes import files
 from reports import record as records
 from targets import passes, shapes
 
@@ -131,7 +131,7 @@ def test_a_recipe_decides_the_experts_that_are_timed(tmp_path: Path) -> None:
         "cpu", str(tiny.path()), batches=(1,), contexts=(256,), rounds=1, threads=1, warm=True,
         output=tmp_path / "out", recipe=str(tmp_path / "own.yaml"),
     )  # fmt: skip
-    raw = yaml.safe_load(schema.text("cpu"))
+    raw = yaml.safe_load(files.text("cpu"))
     raw["weights"]["routed_expert"] |= {"bits": 8, "group_size": None}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(raw))
     found = bench(options, lambda *_: None)

@@ -27,7 +27,7 @@ from glm5q.formats.ct_config import quantization_config
 from glm5q.types import Role
 from glm5q.verify import engines
 from glm5q.verify.model import Model
-from recipes import schema
+from recipes import files, schema
 from tests import small
 
 RAW = small.GLM52 | {"num_hidden_layers": 3, "indexer_types": ["full", "full", "shared"]}
@@ -77,13 +77,13 @@ def functions(engine: str, wheel: str) -> dict[str, Any]:
 
 def configs() -> Iterator[tuple[str, Config]]:
     """Yields (label, quantization_config): ours, and ones broken as users break them."""
-    config, h200 = parse_config(RAW), schema.load("h200")
+    config, h200 = parse_config(RAW), files.load("h200")
     kept = schema.Override(role=Role.SHARED_EXPERT, layers=(2,), plan=schema.Keep(method="keep"))
     cases = (
         ("h200", h200, Options()),
         ("h200 mtp quantized", h200.model_copy(update={"mtp": "quantize"}), Options()),
         ("h200 vllm only", h200, Options(sglang=False)),
-        ("cpu", schema.load("cpu"), Options(packed=False)),
+        ("cpu", files.load("cpu"), Options(packed=False)),
         ("shared expert kept", h200.model_copy(update={"overrides": (kept,)}), Options()),
     )
     for label, recipe, options in cases:

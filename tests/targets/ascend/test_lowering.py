@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes import schema
+from recipes import files
 from targets.ascend import lower, tiles
 from targets.ascend.chips import DIES
 from targets.ascend.kernels import TILES, VARIANTS, Variant, _gemm, _indexer
@@ -74,13 +74,13 @@ def test_64_heads_in_one_program_overflow(die: lower.Die) -> None:
 
 
 def test_the_recipe_keeps_the_tiles_that_are_lowered() -> None:
-    assert schema.load("atlas-800t-a3").tiles == TILES
+    assert files.load("atlas-800t-a3").tiles == TILES
 
 
 @pytest.mark.parametrize("op", TILES)
 def test_one_step_larger_does_not_fit(op: str) -> None:
     """Not past the largest candidates: those are where the scan was ended."""
-    chosen = schema.load("atlas-800t-a3").tiles[op]
+    chosen = files.load("atlas-800t-a3").tiles[op]
     bigger = tiles.larger(op, chosen)
     assert bigger
     for step in bigger:

@@ -8,7 +8,7 @@ import pytest
 
 from glm5q import releases
 from glm5q.config import ModelConfig, parse_config
-from recipes import schema
+from recipes import files, schema
 from targets import base
 from targets.plan import layouts, memory, weights
 from targets.plan.memory import Cache, Layout, Load, Plan
@@ -60,7 +60,7 @@ def test_each_chip_keeps_index_keys_as_its_engines_do() -> None:
 
 
 def plan_on(layout: Layout, capacity: int | None = 141_000_000_000) -> Plan:
-    config, recipe = release("glm-5"), schema.load("h200")
+    config, recipe = release("glm-5"), files.load("h200")
     mine = weights.weights(config, recipe, layouts.share(layout))
     return Plan(config, mine, Cache("fp8", "fp8"), layout, capacity)
 
@@ -138,7 +138,7 @@ def test_work_space_by_hand() -> None:
 
 
 def why(name: str, layout: Layout, model: str = "glm-5", **changes: object) -> str | None:
-    recipe = schema.load(name).model_copy(update=changes)
+    recipe = files.load(name).model_copy(update=changes)
     return layouts.refusal(release(model), recipe, layout)
 
 
@@ -155,7 +155,7 @@ def test_legal_layouts() -> None:
 
 def test_a_group_of_256_is_cut_at_sixteen_devices() -> None:
     """down_proj has 2048 columns: 8 groups of 256, which 16 devices cut."""
-    recipe = schema.load("cpu")
+    recipe = files.load("cpu")
     experts = recipe.weights[schema.Role.ROUTED_EXPERT].model_copy(update={"group_size": 256})
     wide = recipe.weights | {schema.Role.ROUTED_EXPERT: experts}
     assert why("cpu", Layout(8, 8, "split"), weights=wide) is None

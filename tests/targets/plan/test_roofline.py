@@ -8,7 +8,7 @@ import pytest
 
 from glm5q import releases
 from glm5q.config import ModelConfig, parse_config
-from recipes import schema
+from recipes import files
 from targets import base
 from targets.base import Figure
 from targets.plan import calibration, weights
@@ -24,7 +24,7 @@ def release(name: str) -> ModelConfig:
 
 def machine(recipe: str = "source-fp8", chip: str = "h200", layout: Layout = ALONE) -> Machine:
     return Machine(
-        release("glm-5"), schema.load(recipe), base.load(chip), layout, Cache("fp8", "fp8")
+        release("glm-5"), files.load(recipe), base.load(chip), layout, Cache("fp8", "fp8")
     )
 
 
@@ -123,7 +123,7 @@ def test_the_grade_is_the_weakest_figure_s() -> None:
 
 
 def test_calibration_needs_by_hand() -> None:
-    config, recipe = release("glm-5"), schema.load("h200")
+    config, recipe = release("glm-5"), files.load("h200")
     source = 1_507_728_316_928
     found = calibration.needs(config, recipe, base.load("h200"), source, disk_bytes_s=4e9)
     tokens = 256 * 4096
@@ -149,7 +149,7 @@ def test_calibration_needs_by_hand() -> None:
 
 
 def test_best_keeps_every_layers_input_and_a_second_stream() -> None:
-    config, recipe = release("glm-5"), schema.load("h200")
+    config, recipe = release("glm-5"), files.load("h200")
     fast, best = (
         calibration.needs(config, recipe.model_copy(update={"effort": e}), base.load("h200"), 0)
         for e in ("fast", "best")
@@ -164,7 +164,7 @@ def test_best_keeps_every_layers_input_and_a_second_stream() -> None:
 
 def test_rounding_needs_no_gram_and_a_cpu_no_peak() -> None:
     config = release("glm-5")
-    found = calibration.needs(config, schema.load("metax-c500"), base.load("cpu"), 10**12)
+    found = calibration.needs(config, files.load("metax-c500"), base.load("cpu"), 10**12)
     assert "Grams" not in found.gpu
     assert sum(found.gpu.values()) < 70e9
     assert found.compute_s is None

@@ -14,7 +14,7 @@ from glm5q.pipeline.footprint import written
 from glm5q.pipeline.subject import elements_of
 from glm5q.types import Role
 from glm5q.writer import Shard
-from recipes import schema
+from recipes import files
 from recipes.schema import Gptq, Keep, Recipe
 from targets.plan import weights
 from targets.plan.weights import Share
@@ -31,12 +31,12 @@ def release(name: str) -> ModelConfig:
 def kept() -> Recipe:
     """Everything as the BF16 release has it."""
     plans = dict.fromkeys(Role, Keep(method="keep"))
-    return schema.load("source-fp8").model_copy(update={"weights": plans})
+    return files.load("source-fp8").model_copy(update={"weights": plans})
 
 
 def w4a8(group: int | None, scale: str, mtp: str = "quantize") -> Recipe:
     """The fact sheet's: packed int4 experts, float32 scales for the int8 rest, wk too."""
-    recipe = schema.load("h200")
+    recipe = files.load("h200")
     experts = recipe.weights[Role.ROUTED_EXPERT]
     dense = recipe.weights[Role.ATTENTION].model_copy(update={"scale_dtype": "float32"})
     assert isinstance(experts, Gptq)
@@ -53,12 +53,12 @@ BF16 = {"glm-5": 1_507_728_316_928, "glm-5.1": 1_507_728_316_928, "glm-5.2": 1_5
 @pytest.mark.parametrize("name", releases.NAMES)
 def test_releases_to_the_byte(name: str) -> None:
     config = release(name)
-    assert weights.weights(config, schema.load("source-fp8")).total == FP8[name]
+    assert weights.weights(config, files.load("source-fp8")).total == FP8[name]
     assert weights.weights(config, kept()).total == BF16[name]
 
 
 def test_layers_of_the_releases_to_the_byte() -> None:
-    config, recipe = release("glm-5.2"), schema.load("source-fp8")
+    config, recipe = release("glm-5.2"), files.load("source-fp8")
     by_kind = {0: 401_208_448, 3: 9_872_030_144, 6: 9_881_601_152, 78: 10_032_632_960}
     for layer, size in by_kind.items():
         vectors = sum(
@@ -118,7 +118,7 @@ WRITTEN = ("h200", "cpu", "atlas-800t-a3", "h200-sglang", "a100", "metax-c500", 
 def test_planned_is_what_the_formats_write(name: str, shape: str) -> None:
     folder = outputs.quantized(name, shape)
     source = open_checkpoint(outputs.source(shape))
-    recipe = schema.load(name)
+    recipe = files.load(name)
     planned = weights.weights(source.config, recipe, elements=elements_of(source))
     actual = written(source.config, shards_of(folder))
     assert planned.by_role == actual.by_role
@@ -129,7 +129,7 @@ def test_planned_is_what_the_formats_write(name: str, shape: str) -> None:
 def test_a_wrong_layout_shows() -> None:
     """The comparison above is not blind: int4 packed is half of int4 a byte."""
     source = open_checkpoint(outputs.source())
-    wrong = schema.load("h200").model_copy(update={"packing": "int8"})
+    wrong = files.load("h200").model_copy(update={"packing": "int8"})
     planned = weights.weights(source.config, wrong, elements=elements_of(source))
     actual = written(source.config, shards_of(outputs.quantized("h200")))
     assert planned.by_role != actual.by_role
@@ -138,7 +138,7 @@ def test_a_wrong_layout_shows() -> None:
 @pytest.mark.parametrize("name", ["h200", "atlas-800t-a3", "h200-sglang"])
 def test_shares_add_up(name: str) -> None:
     """All devices of expert parallelism hold each expert once; what is replicated, that often."""
-    config, recipe = release("glm-5"), schema.load(name)
+    config, recipe = release("glm-5"), files.load(name)
     whole = weights.weights(config, recipe)
     part = weights.weights(config, recipe, Share(1, 16))
     assert part.by_role[Role.ROUTED_EXPERT] * 16 == whole.by_role[Role.ROUTED_EXPERT]
@@ -152,7 +152,7 @@ def test_shares_add_up(name: str) -> None:
 
 def test_attention_s_share_by_hand() -> None:
     """q_b by rows, o by columns with every row's scale; the latents' projections are repeated."""
-    part = weights.weights(release("glm-5"), schema.load("h200"), Share(8, None))
+    part = weights.weights(release("glm-5"), files.load("h200"), Share(8, None))
     q_a, kv_a = 2048 * 6144 + 2 * 2048, 576 * 6144 + 2 * 576
     q_b, o = 2048 * 2048 + 2 * 2048, 6144 * 2048 + 2 * 6144
     assert part.by_role[Role.ATTENTION] == 78 * (q_a + kv_a + q_b + o)
