@@ -97,6 +97,7 @@ def guide(
         inputs.put(states)
         states = advance(config, layer.number, runnable(layer, dtype, device), states)
     gradient = _loss_gradient(source, states, device, store)
+    del states  # with chunks of it that a GPU keeps near
     guidance: list[Guidance | None] = []
     for layer in layers(source.layer, range(config.num_hidden_layers - 1, -1, -1)):
         progress(f"guidance, layer {layer.number}", total - 1 - layer.number, total)
