@@ -51,8 +51,8 @@ class Inputs:
     @classmethod
     def none(cls, width: int, device: str) -> Inputs:
         dtype = torch.float32 if device.startswith("cuda") else torch.float64
-        square = torch.zeros(width, width, dtype=dtype, device=device)
-        return cls(square, square.clone(), square.new_zeros((), dtype=torch.float64))
+        zeros = torch.zeros(width, width, dtype=dtype, device=device)
+        return cls(zeros, zeros.clone(), zeros.new_zeros((), dtype=torch.float64))
 
     def add(self, x: Tensor, y: Tensor) -> None:
         change = y - x
@@ -166,7 +166,7 @@ def _corrected(
         return layer, None
     stack = layer.matrices[names.GATE_UP]
     assert isinstance(stack, Tensor)
-    made = turned(stack, share * change, place.dtype)
+    made = with_change(stack, share * change, place.dtype)
     return layer.with_matrices({names.GATE_UP: made}), taken
 
 
@@ -203,7 +203,7 @@ def least_squares(sums: Inputs) -> Tensor:
     return solved
 
 
-def turned(stack: Tensor, change: Tensor, dtype: torch.dtype) -> Tensor:
+def with_change(stack: Tensor, change: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns W (I + change)' of each matrix W of a stack [stack, out, in]."""
     made = torch.empty(stack.shape, dtype=dtype, device=stack.device)
     change = change.T.to(stack.device, dtype)  # a few per cent of a weight: bfloat16 will do

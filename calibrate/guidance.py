@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from calibrate.block import Observer, after_attention, decoder_layer, rms_norm
 from calibrate.mixture_gradient import mixture_gradient
 from calibrate.ranks import ALONE, Ranks
 from calibrate.row_gradients import exact_linear
-from calibrate.shares import IN_MEMORY, Share, Store
+from calibrate.shares import Share
 from calibrate.shelf import Shelf
 from calibrate.states import (
     Progress,
@@ -34,7 +35,9 @@ from calibrate.states import (
     moved,
     room,
     silent,
+    with_less,
 )
+from calibrate.store import IN_MEMORY, Store
 from glm5q import names
 from glm5q.config import ModelConfig
 from glm5q.layer import Weights, runnable
@@ -90,12 +93,14 @@ def guide(
     config = source.config
     total = 2 * config.num_hidden_layers
     dtype = _dtype(device)
-    states = embed(source, tokens, device, share=share)
+    states = embed(source, tokens, device, share=share, store=store)
     inputs = Shelf(config.num_hidden_layers, store)
     for layer in layers(source.layer, range(config.num_hidden_layers)):
         progress(f"guidance, layer {layer.number}", layer.number, total)
         inputs.put(states)
-        states = advance(config, layer.number, runnable(layer, dtype, device), states)
+        weights = runnable(layer, dtype, device)
+        run = partial(advance, config, layer.number, weights)
+        states = with_less(states, layer.number, run)
     gradient = _loss_gradient(source, states, device, store)
     del states  # with chunks of it that a GPU keeps near
     guidance: list[Guidance | None] = []
@@ -190,8 +195,14 @@ def backward(
     if not chosen:
         return gradient, None
     joined = {path: torch.cat(parts) for path, parts in squares.items()}
-    weights_of = {path: (square / _mean(square, ranks)).cpu() for path, square in joined.items()}
-    return gradient, Guidance(torch.cat(chosen).cpu(), weights_of)
+    normalised = {path: _normalised(square, ranks).cpu() for path, square in joined.items()}
+    return gradient, Guidance(torch.cat(chosen).cpu(), normalised)
+
+
+def _normalised(squares: Tensor, ranks: Ranks) -> Tensor:
+    """Returns the squares over all ranks' mean; ones where the loss minds nothing."""
+    mean = _mean(squares, ranks)
+    return torch.where(mean > 0, squares / mean, torch.ones_like(squares))
 
 
 def _mean(values: Tensor, ranks: Ranks) -> Tensor:

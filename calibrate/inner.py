@@ -142,6 +142,8 @@ def with_inner(
         codes, scale = _rounded(target.number, stack, sums, plan, plans, place)
         made = replace(down, codes=codes, scale=scale)
         job.fallbacks += plans.own
+        said = tuple(one for one in plans.fallbacks if one not in result.fallbacks)
+        result = replace(result, fallbacks=(*result.fallbacks, *said))
         errors = Errors(sums.gate_up, guidance)
         sums.gram = sums.cross = None
 

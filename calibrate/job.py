@@ -45,8 +45,8 @@ class Place:
 class Job:
     """One recipe being applied: its writer, hidden states, and what is done so far.
 
-    `text` are the windows that the states are of where it is not the run's. `source_states` are
-    the source's own for them, where a step needs both.
+    `text` int64 [windows, sequence_length] are all windows, of which the states are this rank's.
+    `source_states` are the source's own for them, where a step needs both.
     Shards are written and committed on a thread, one layer's behind the computation at most.
     `stage_s` are seconds spent, by stage; `fallbacks` wait for the layer's result.
     """
@@ -54,8 +54,8 @@ class Job:
     recipe: Recipe
     writer: Writer
     states: States
+    text: Tensor
     guidance: Sequence[RowWeights | None] = ()
-    text: Tensor | None = None
     source_states: States | None = None
     shards: list[Shard] = field(default_factory=list)
     results: list[LayerResult] = field(default_factory=list)

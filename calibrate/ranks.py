@@ -22,15 +22,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm5q.errors import UserError
+
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # by kind of device
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size`, numbered from 0; the first writes."""
+    """This process among `size`, numbered from 0; the first writes. `local` share its machine."""
 
     rank: int = 0
     size: int = 1
+    local: int = 1
 
     @property
     def first(self) -> bool:
@@ -127,6 +130,7 @@ class Ranks:
 
 
 ALONE = Ranks()
+PEER_GONE = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
 PATIENCE = timedelta(hours=4)  # the first rank reads the whole source while the others wait
 
 
@@ -140,17 +144,30 @@ def joined(device: str) -> Iterator[tuple[str, Ranks]]:
     if not dist.is_torchelastic_launched():
         yield device, ALONE
         return
-    kind = device.partition(":")[0]
+    kind, local = device.partition(":")[0], int(os.environ["LOCAL_RANK"])
+    if kind == "cuda" and local >= (gpus := torch.cuda.device_count()):
+        raise UserError(
+            f"process {local + 1} of this machine has no GPU of its own: there are {gpus}",
+            "start as many processes as there are GPUs",
+        )
     if kind == "npu":
         import_module("torch_npu")  # gives torch the device and its backend
     if kind != "cpu":
-        device = f"{kind}:{os.environ['LOCAL_RANK']}"
+        device = f"{kind}:{local}"
         torch.get_device_module(kind).set_device(device)
     # Its functions take the group there is at the import as their default and keep it for good:
     # torch._dynamo imports it, at the first call that may be compiled.
     import_module("torch.distributed.nn.functional")
     dist.init_process_group(BACKENDS[kind], timeout=PATIENCE)
     try:
-        yield device, Ranks(dist.get_rank(), dist.get_world_size())
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        yield device, Ranks(dist.get_rank(), dist.get_world_size(), here)
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(w in str(error) for w in PEER_GONE):
+            raise
+        raise UserError(
+            f"another process of this run has ended or cannot be reached ({str(error)[:200]})",
+            "see its own message, and repeat the command",
+        ) from error
     finally:
         dist.destroy_process_group()

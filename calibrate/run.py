@@ -26,7 +26,7 @@ from calibrate.methods import choose, gram_paths, plan_layer, results, with_weig
 from calibrate.observe import HeldOutErrors, Statistics
 from calibrate.products import kept_as_bytes
 from calibrate.rows import dequantize
-from calibrate.shares import Share, Store
+from calibrate.shares import Share
 from calibrate.states import (
     Progress,
     States,
@@ -42,11 +42,12 @@ from calibrate.states import (
     room,
     share_out,
     silent,
+    with_less,
 )
+from calibrate.store import Store
 from glm5q import formats, names
 from glm5q.checkpoint import Checkpoint
 from glm5q.config import ModelConfig
-from glm5q.errors import UserError
 from glm5q.formats.base import mtp_copies
 from glm5q.layer import Layer, Weights, runnable
 from glm5q.stream import layers
@@ -79,16 +80,14 @@ class Source(Protocol):
 def calibrate(
     source: Checkpoint,
     jobs: Sequence[Job],
-    tokens: Tensor,
     progress: Progress = silent,
     place: Place | None = None,
 ) -> None:
     """Quantizes every layer for every job, writing and resuming as it goes.
 
-    `tokens` int64 [windows, sequence_length] are all windows; of a job's states, the share's held
-    out ones choose between candidates and measure errors, the others give statistics. Fills each
-    job's shards and results. Of several ranks the first writes, and all must see the output folder.
-    `place` None is this CPU alone.
+    Of a job's states, the share's held out windows choose between candidates and measure errors,
+    the others give statistics. Fills each job's shards and results. Of several ranks the first
+    writes, and all must see the output folder. `place` None is this CPU alone.
     """
     place = place or Place()
     ranks = place.ranks
@@ -104,7 +103,7 @@ def calibrate(
                 progress(f"layer {layer.number}", layer.number, total)
                 if source.config.is_mtp(layer.number):
                     weights = runnable(layer, place.dtype, place.device)
-                    own = shared(job.states).of(tokens if job.text is None else job.text)
+                    own = shared(job.states).of(job.text)
                     job.states = mtp_states(source.config, weights, source, own, job.states)
                     if job.source_states is not None:
                         job.source_states = mtp_states(
@@ -135,12 +134,9 @@ def one_layer(source: Source, layer: Layer, job: Job, started: float, place: Pla
     streams = with_room(job, number, lambda: compare(config, layer, job, place))
     if ranks.firsts(earlier is not None, place.device):
         job.settle()
-        job.resumed += 1
         job.results += [] if earlier is None else [earlier]
         job.shards += [] if shard is None else [shard]
-        written = read_back(job.writer.read(number + 1), job.recipe, number, config)
-        written = place.arrived(written)  # a GPU multiplies codes, not what a CPU makes of them
-        with_room(job, number, lambda: _move_on(config, written, job, None, place))
+        _resume(config, number, job, place)
         return
     target, taken = corrected(layer, streams, job, place)
     quantized, result, outputs = quantize(source, target, job, place)
@@ -167,6 +163,14 @@ def one_layer(source: Source, layer: Layer, job: Job, started: float, place: Pla
         job.land(number + 1, landing, result)
         if not place.on_gpu:
             job.settle()
+
+
+def _resume(config: ModelConfig, number: int, job: Job, place: Place) -> None:
+    """Moves the job's states on through a layer that an earlier run wrote."""
+    job.resumed += 1
+    written = read_back(job.writer.read(number + 1), job.recipe, number, config)
+    written = place.arrived(written)  # a GPU multiplies codes, not what a CPU makes of them
+    with_room(job, number, lambda: _move_on(config, written, job, None, place))
 
 
 def _write_layer(
@@ -342,26 +346,17 @@ Made = TypeVar("Made")
 
 
 def with_room(job: Job, number: int, make: Callable[[], Made]) -> Made:
-    """Returns make(); out of device memory, once more in chunks of half as many windows.
+    """Returns make(), as with_less does; smaller chunks stay the job's, and the record says so."""
 
-    The smaller chunks stay, and the record says so. Raises UserError where one window is too much.
-    """
-    while True:
-        try:
-            return make()
-        except torch.OutOfMemoryError:
-            length = job.states.hidden.shape[1]
-            if job.states.windows_at_once == 1:
-                raise UserError(
-                    f"layer {number}: the device's memory is too small for {length} tokens",
-                    "give a smaller --sequence-length or a larger device",
-                ) from None
-        if torch.cuda.is_available():  # outside the handler, whose traceback holds tensors
-            torch.cuda.empty_cache()
-        job.states = job.states.halved()
-        tokens = job.states.windows_at_once * length
-        action = f"chunks of {tokens} tokens"
-        job.fallbacks.append(Fallback(number, "forward", "device out of memory", action))
+    def tried(states: States) -> Made:
+        if states is not job.states:
+            job.states = states
+            tokens = states.windows_at_once * states.hidden.shape[1]
+            action = f"chunks of {tokens} tokens"
+            job.fallbacks.append(Fallback(number, "forward", "device out of memory", action))
+        return make()
+
+    return with_less(job.states, number, tried)
 
 
 class UpdateError:

@@ -1,20 +1,13 @@
-"""Which windows of a run are one process's, and where their hidden states may lie."""
+"""Which windows of a run are one process's, and in which chunks it runs them."""
 
 from __future__ import annotations
 
-import math
-import mmap
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from glm5q.writer import write_error
 
 
 @dataclass(frozen=True)
@@ -58,34 +51,3 @@ def cut(bounds: Sequence[int], most: int) -> tuple[int, ...]:
         parts = -(-(end - start) // most)
         found += [start + (end - start) * part // parts for part in range(1, parts + 1)]
     return tuple(found)
-
-
-@dataclass(frozen=True)
-class Store:
-    """How much of the host's memory hidden states may take, and the folder for files if it is less.
-
-    Two layers' states are there at a time. The files have no name, and end with the run.
-    """
-
-    memory_bytes: int | None = None
-    folder: Path | None = None
-
-    def takes(self, size: int) -> bool:
-        """Whether two layers' states of `size` bytes lie in memory."""
-        return self.memory_bytes is None or self.folder is None or 2 * size <= self.memory_bytes
-
-    def file(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns a tensor in a new file. Raises OutputError where there is no space."""
-        assert self.folder is not None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder) as file:
-                size = dtype.itemsize * math.prod(shape)
-                os.posix_fallocate(file.fileno(), 0, size)  # now, not as a signal later
-                values = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=dtype)
-        except OSError as error:
-            raise write_error(self.folder, error) from error
-        return values.view(*shape)
-
-
-IN_MEMORY = Store()

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from calibrate.shares import Store
 from calibrate.states import DEVICE_STATE_BYTES, States, room
+from calibrate.store import Store
+
+SWEEP = 3  # what else a sweep holds of a layer's states: its own, the next one's, a gradient
 
 
 @dataclass
@@ -36,7 +38,8 @@ class Shelf:
             return
         if self._ahead is not None:
             self._ahead.result()  # the next layer's input goes where this is copied from
-        kept = room(states.hidden.shape, "cpu", self._each(), torch.bfloat16)
+        each = self._each(states, states.hidden.nbytes // 2)
+        kept = room(states.hidden.shape, "cpu", each, torch.bfloat16)
         self._buffers = states.hidden, states.spare
         self._put.append(replace(states, hidden=kept, spare=None, near=None))
         self._ahead = self._thread.submit(_copied, states.hidden, kept, states.hidden)
@@ -53,18 +56,26 @@ class Shelf:
         return replace(states, hidden=current)
 
     def _aside(self, states: States) -> States:
-        size, each = states.hidden.nbytes, self._each()
-        small = states.hidden.is_cuda and self.layers * size <= DEVICE_STATE_BYTES
-        if small or (states.hidden.device.type == "cpu" and each.takes(size)):
+        size = states.hidden.nbytes
+        if states.hidden.is_cuda and self.layers * size <= DEVICE_STATE_BYTES:
+            return states
+        each = self._each(states, size)
+        in_files = not self.store.takes(size)  # each layer's in one of its own
+        if states.hidden.device.type == "cpu" and (in_files or each.takes(size)):
             return states
         hidden = room(states.hidden.shape, "cpu", each).copy_(states.hidden)
         return replace(states, hidden=hidden, near=None)
 
-    def _each(self) -> Store:
-        """Returns where one layer's goes, of as many as there are layers."""
-        memory = self.store.memory_bytes
-        share = None if memory is None else 2 * memory // self.layers
-        return replace(self.store, memory_bytes=share)
+    def _each(self, states: States, size: int) -> Store:
+        """Returns where one layer's `size` bytes go, of as many as there are layers.
+
+        Raises OutputError where all of them are too much for a disk.
+        """
+        left = self.store.beside(SWEEP * states.hidden.nbytes).memory_bytes
+        each = replace(self.store, memory_bytes=None if left is None else 2 * left // self.layers)
+        if not self._put and not each.takes(size):
+            self.store.check(self.layers * size)
+        return each
 
 
 def _copied(source: Tensor, target: Tensor, holder: Tensor) -> Tensor:

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from calibrate.block import LayerOutput, Observer, decoder_layer, mtp_input, rms_norm
 from calibrate.ranks import ALONE, Ranks
-from calibrate.shares import IN_MEMORY, Share, Store, cut, ends
+from calibrate.shares import Share, cut, ends
+from calibrate.store import IN_MEMORY, Store
 from glm5q import names
 from glm5q.config import ModelConfig
 from glm5q.errors import CheckpointError, UserError
@@ -49,15 +51,18 @@ def share_out(
     """Returns this rank's windows of `length` tokens, the last `held_out` of which are held out.
 
     Both kinds are cut into chunks that do not depend on how many ranks there are, as a product's
-    last bits may depend on its size. A rank gets neighbouring chunks of both, as even as they are.
-    Raises UserError where a rank would have no windows for statistics.
+    last bits may depend on its size; where ranks are more, so are chunks. A rank gets neighbouring
+    chunks of both, as even as they are. Raises UserError where one would have no windows for
+    statistics.
     """
     tokens = DEVICE_CHUNK_TOKENS if device.startswith("cuda") else CHUNK_TOKENS
     at_once = max(1, tokens // length)
     seen = ends(windows - held_out, at_once, FEWEST_CHUNKS)
     if len(seen) - 1 < ranks.size:
+        seen = ends(windows - held_out, at_once, ranks.size)
+    if len(seen) - 1 < ranks.size:
         raise UserError(
-            f"{windows - held_out} windows to calibrate on are too few for {ranks.size} processes",
+            f"{windows} windows, {held_out} held out, are too few for {ranks.size} processes",
             "give more text or fewer processes",
         )
     own = ranks.part(len(seen) - 1, ranks.rank)
@@ -313,6 +318,29 @@ def check_finite(number: int, *finite: Tensor) -> None:
         )
 
 
+Made = TypeVar("Made")
+
+
+def with_less(states: States, number: int, make: Callable[[States], Made]) -> Made:
+    """Returns make(states); out of device memory, again in chunks of half as many windows.
+
+    Raises UserError naming the layer where one window is too much.
+    """
+    while True:
+        try:
+            return make(states)
+        except torch.OutOfMemoryError:
+            if states.windows_at_once == 1:
+                raise UserError(
+                    f"layer {number}: the device's memory is too small for "
+                    f"{states.hidden.shape[1]} tokens",
+                    "give a smaller --sequence-length or a larger device",
+                ) from None
+        if torch.cuda.is_available():  # outside the handler, whose traceback holds tensors
+            torch.cuda.empty_cache()
+        states = states.halved()
+
+
 def advance(
     config: ModelConfig,
     number: int,
@@ -329,6 +357,7 @@ def advance(
     near, wanted = Near(hidden, {}), _near(states) if landing is not None else set()
     indices: list[Tensor] = []
     keep = number + 1 < config.num_layers and not config.full_indexer[number + 1]
+    chooses = keep and config.full_indexer[number]  # else the choices stay those there are
 
     finite: list[Tensor] = []
 
@@ -337,7 +366,7 @@ def advance(
         land(hidden[part], output.hidden, landing)
         if (part.start, part.stop) in wanted:
             near.chunks[part.start, part.stop] = output.hidden.view(hidden[part].shape)
-        if keep:
+        if chooses:
             indices.append(output.indices.to(hidden.device))
         each(part, output)
 
@@ -345,7 +374,8 @@ def advance(
     check_finite(number, *finite)
     if landing is not None:
         landing.synchronize()
-    after = states.like(hidden, tuple(indices) if keep else None)
+    kept = tuple(indices) if chooses else states.indices
+    after = states.like(hidden, kept if keep else None)
     return replace(after, near=near) if near.chunks else after
 
 

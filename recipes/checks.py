@@ -119,6 +119,15 @@ def _role_problems(
         yield f"{where}.group_size: eight bits go per channel", "give null"
 
 
+def check_writable(recipe: Recipe) -> None:
+    """Raises RecipeError for the FP8 release's own layout, in which nothing is written."""
+    if recipe.format == SOURCE_FORMAT:
+        raise RecipeError(
+            f"{recipe.name}: describes the FP8 release as it is, nothing can be calibrated with it",
+            "give another of `glm5q recipes list`; this one is for `glm5q plan`",
+        )
+
+
 def check_fits(recipe: Recipe, config: ModelConfig) -> None:
     """Raises RecipeError when the recipe cannot be applied to this model: groups, layer numbers."""
     for index, override in enumerate(recipe.overrides):

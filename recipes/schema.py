@@ -108,14 +108,15 @@ class Steps(_Strict):
     `descent` rounds of coordinate descent on codes and scales. `guidance` weighs each token in an
     expert's Gram by how much the model's own loss minds an error there, which costs one sweep
     forward and one backward over the source. `token_cap` bounds what a single massive token adds to
-    a Gram, for models that have such; off unless asked for. `up_down` are the alphas tried, beside
-    none, in scaling columns of an expert's down_proj by their inputs' size^alpha, which its up_proj
-    makes up for. `smooth` are those tried, beside none, in evening out what a norm or one matrix
-    gives to all that reads it, at the cost of another rounding of that each. `correction`
-    turns routed experts from the source's inputs to what earlier layers' rounding left of them, at
-    the cost of running the source's stream too. `inner` fits an expert's down_proj to what its
-    rounded gate and up leave of its input, at the cost of a run and a rounding more. `top_up` makes
-    more of short text; text that was topped up is too little for guidance, which then is left out.
+    GPTQ's Grams, for models that have such, and not what `correction` and `inner` fit by. `up_down`
+    are the alphas tried, beside none, in scaling columns of an expert's down_proj by their inputs'
+    size^alpha, which its up_proj makes up for. `smooth` are those tried, beside none, in evening
+    out what a norm or one matrix gives to all that reads it, at the cost of another rounding of
+    that each. `correction` turns routed experts from the source's inputs to what earlier layers'
+    rounding left of them, at the cost of running the source's stream too. `inner` fits an expert's
+    down_proj to what its rounded gate and up leave of its input, at the cost of a run and a
+    rounding more. `top_up` makes more of short text; text that was topped up is too little for
+    guidance, which then is left out.
     `float8_grams` takes routed experts' Grams of inputs rounded to e4m3 where a GPU multiplies
     those (sm_90), and changes nothing elsewhere. What is of routed experts does nothing where
     their method is not gptq.

@@ -34,6 +34,14 @@ def test_a_small_layer_in_json() -> None:
     assert found["host_bytes"] > 1e8
 
 
+def test_best_has_three_stages_more() -> None:
+    """Run at a small size with all there is: the source's stream, its gradients, a second down."""
+    ended = CliRunner().invoke(main, [*SMALL, "--effort", "best", "--experts", "4", "--json"])
+    assert ended.exit_code == 0, ended.output
+    stages = [stage["stage"] for stage in json.loads(ended.stdout)["stages"]]
+    assert sorted(stages) == sorted([*STAGES, "guidance", "correction", "inner"])
+
+
 def test_a_small_layer_for_people() -> None:
     ended = CliRunner().invoke(main, [*SMALL, "--experts", "8"])
     assert ended.exit_code == 0, ended.output
@@ -48,6 +56,7 @@ def test_a_small_layer_for_people() -> None:
         (("--shape", "glm-9"), "--shape glm-9: no such shape"),
         (("--shape", "embedded", "--experts", "1"), "--experts 1: a token has 4"),
         (("--shape", "embedded", "--tokens", "100"), "under two windows of 2048"),
+        (("--shape", "embedded", "--recipe", "source-fp8"), "nothing can be calibrated with it"),
     ],
 )
 def test_what_cannot_be_timed_is_said_in_a_line(arguments: tuple[str, ...], said: str) -> None:
@@ -87,5 +96,7 @@ def test_floors_are_the_shapes_work() -> None:
     )
     streams = TOKENS * (a_token + 3 * 6144**2)  # a Gram's half, and one that has no half
     assert floors(bfloat16_flop_s=1.0)["correction"] == pytest.approx(streams)
-    inner = TOKENS * (a_token + experts) + 3 * seen * 8 * 2048**2
+    # Gate and up run twice, the source's and the codes; of held-out tokens, down_proj three times.
+    inner = TOKENS * (no_down + experts * 2 / 3) + TOKENS // 10 * experts
+    inner += 3 * seen * 8 * 2048**2
     assert floors(bfloat16_flop_s=1.0)["inner"] == pytest.approx(inner)

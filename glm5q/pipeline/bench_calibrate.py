@@ -32,6 +32,7 @@ from glm5q.pipeline.layer_floor import Ceilings, Work, floors, measure
 from glm5q.types import Role
 from glm5q.writer import Shard, Writer, open_writer
 from recipes import files, schema
+from recipes.checks import check_fits, check_writable
 
 SHAPES = (*releases.NAMES, "embedded")
 OUTLIERS = 8  # channels of thirty times the others' size, as models of this kind have
@@ -144,12 +145,12 @@ def bench_calibrate(options: BenchOptions) -> BenchResult | None:
 
     Under torchrun the processes share it out, and only the first returns what was found.
     """
+    check_device(options.device)
     with joined(options.device) as (device, ranks):
         return _bench(options, run.Place(device, ranks))
 
 
 def _bench(options: BenchOptions, place: run.Place) -> BenchResult | None:
-    check_device(place.device)
     config = _config(options)
     windows = options.tokens // options.sequence_length
     if windows < 2:
@@ -158,6 +159,8 @@ def _bench(options: BenchOptions, place: run.Place) -> BenchResult | None:
             "give more, or a smaller --sequence-length",
         )
     recipe = files.load(options.recipe).model_copy(update={"effort": options.effort})
+    check_writable(recipe)
+    check_fits(recipe, config)
     number = config.moe.index(True)
     made = _Made(config, place.device, options.seed)
     layer = made.layer(number)
@@ -170,7 +173,8 @@ def _bench(options: BenchOptions, place: run.Place) -> BenchResult | None:
         if not place.on_gpu:
             shards = number + 2
             writer = open_writer(output, shards, {}) if ranks.first else Writer(output, shards)
-        job = run.Job(recipe, writer, made.states(share, length))
+        none = torch.empty((0, length), dtype=torch.int64)  # what only an MTP layer asks for
+        job = run.Job(recipe, writer, made.states(share, length), none)
         job.source_states = _source_states(job, place) if recipe.steps.correction else None
         for _ in range(2 if place.on_gpu else 1):  # a GPU's first compiles and takes memory
             job.stage_s.clear()
@@ -304,14 +308,14 @@ def _result(
     """Floors are of one device, so that of several the ratio shows what sharing gained."""
     found = job.results[-1]
     windows, held_out, length = *asked, options.sequence_length
-    ceilings = measure(place.device)
-    work = Work(config, layer.number, windows * length, held_out * length, length, job.recipe)
-    least = floors(work, ceilings)
-    seen = sorted(found.experts.tokens) if found.experts else [0]
-    on_gpu = options.device.startswith("cuda")
+    device_bytes = torch.cuda.max_memory_allocated() if place.on_gpu else None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
+    ceilings = measure(place.device)  # after the peaks are read: it takes gigabytes of its own
+    work = Work(config, layer.number, windows * length, held_out * length, length, job.recipe)
+    least = floors(work, ceilings)
+    seen = sorted(found.experts.tokens) if found.experts else [0]
     in_host = _host_bytes(job)
     return BenchResult(
         shape=options.shape,
@@ -324,7 +328,7 @@ def _result(
         effort=job.recipe.effort,
         stages=tuple(StageTime(s, t, least.get(s, 0.0)) for s, t in job.stage_s.items()),
         ceilings=ceilings,
-        device_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
+        device_bytes=device_bytes,
         host_bytes=max(0, peak - in_host),
         hidden_bytes=in_host,
         ranks=place.ranks.size,

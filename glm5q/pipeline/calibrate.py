@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from calibrate import run
 from calibrate.data import Windows, load_windows
 from calibrate.evaluate import evaluate
-from calibrate.guidance import guide
+from calibrate.guidance import Guidance, guide
 from calibrate.ranks import joined
 from calibrate.top_up import topped_up
 from glm5q import formats
@@ -28,6 +30,7 @@ from glm5q.pipeline.common import (
     EVALUATION_WINDOWS,
     check_device,
     check_length,
+    check_same,
     embedded_checkpoint,
     scan,
 )
@@ -69,6 +72,7 @@ def calibrate(
     interrupted run resumes it. Under torchrun the processes share a layer's experts out; the first
     writes and reports, the others return nothing.
     """
+    check_device(options.device)
     with joined(options.device) as (device, ranks):
         shown = progress if ranks.first else run.silent
         return _calibrate(options, shown, run.Place(device, ranks))
@@ -78,7 +82,6 @@ def _calibrate(
     options: CalibrateOptions, progress: run.Progress, place: run.Place
 ) -> list[describe.Finished]:
     started = time.perf_counter()
-    check_device(place.device)
     recipes = [_adjusted(files.load(name), options) for name in options.recipes]
     source = open_checkpoint(options.source, options.latent_norm_eps)
     for recipe in recipes:
@@ -89,35 +92,21 @@ def _calibrate(
     for output in outputs if place.ranks.first else ():
         check_free(output)  # the next steps read the source in full
     data = _Data.load(options, recipes[0], source)
+    _check_processes(recipes, source, data, options, place)
     content_hash = scan(source, progress) if place.ranks.first else ""
     scanned = time.perf_counter()
-    jobs: list[run.Job] = []
-    done = False
     texts = (data.calibration.tokens, data.held_out, data.evaluation.tokens)
-    spent: list[Spent] = []
-    try:
-        for recipe, output in zip(recipes, outputs, strict=True):
-            identity = _identity(recipe, content_hash, data, options)
-            shards, stem = source.config.num_layers + 2, formats.get(recipe.format).STEM
-            if place.ranks.first:
-                writer = open_writer(output, shards, identity, stem)
-            else:
-                writer = Writer(output, shards, stem)  # to read by alone
-            asked = options.budget
-            spent.append(spend(recipe, source, asked, texts, place, progress, writer.state))
-            text = data.text(recipe, source)
-            share = run.share_out(
-                len(text), data.held_out, text.shape[1], place.device, place.ranks
-            )
-            store = _store(options, writer)
-            states = run.embed(source, text, place.device, share=share, store=store)
-            jobs.append(run.Job(spent[-1].recipe, writer, states, text=text))
-            if recipe.steps.correction:
-                jobs[-1].source_states = run.embed(
-                    source, text, place.device, share=share, store=store
-                )
-        _guide(jobs, source, data, place, progress)
-        run.calibrate(source, jobs, data.calibration.tokens, progress, place)
+    identities = [_identity(recipe, content_hash, data, options) for recipe in recipes]
+    with _opened(recipes, outputs, identities, source, place) as writers:
+        spent = [
+            spend(recipe, source, options.budget, texts, place, progress, writer.state)
+            for recipe, writer in zip(recipes, writers, strict=True)
+        ]
+        store = run.Store(_hidden_bytes(options, place), writers[0].state)
+        jobs = _jobs([one.recipe for one in spent], writers, source, data, place, store, progress)
+        run.calibrate(source, jobs, progress, place)
+        own = {"repeated": source.repeated, "filed": max(store.filed, default=0)}
+        seen = place.ranks.all_of([own], place.device)
         if not place.ranks.first:
             return []
         for job in jobs:
@@ -125,51 +114,140 @@ def _calibrate(
         quantized = time.perf_counter()
         choosing = sum(one.time_s for one in spent)
         times = {"scan": scanned - started, "layers": quantized - scanned - choosing}
-        reports = [
-            _report(source, content_hash, job, one, data, options, times, progress)
+        return [
+            _report(source, content_hash, job, one, data, options, times, seen, progress)
             for job, one in zip(jobs, spent, strict=True)
         ]
+
+
+def _check_processes(
+    recipes: Sequence[Recipe],
+    source: Checkpoint,
+    data: _Data,
+    options: CalibrateOptions,
+    place: run.Place,
+) -> None:
+    """Raises UserError for more processes than windows, or ones that go by different things."""
+    for recipe in recipes:
+        data.share(data.text(recipe, source), place)
+    found = _files(source)
+    check_same([_identity(recipe, found, data, options) for recipe in recipes], place)
+
+
+@contextmanager
+def _opened(
+    recipes: Sequence[Recipe],
+    outputs: Sequence[Path],
+    identities: Sequence[Mapping[str, str]],
+    source: Checkpoint,
+    place: run.Place,
+) -> Iterator[list[Writer]]:
+    """Yields a writer a recipe. Of several processes the first holds the folders and ends them.
+
+    No other touches one that the first refuses.
+    """
+    writers: list[Writer] = []
+    done = False
+    shards = source.config.num_layers + 2
+    try:
+        for recipe, output, identity in zip(recipes, outputs, identities, strict=True):
+            stem = formats.get(recipe.format).STEM
+            if place.ranks.first:
+                writers.append(open_writer(output, shards, identity, stem))
+            else:
+                writers.append(Writer(output, shards, stem))  # to read by alone
+        place.ranks.firsts(True, place.device)
+        for writer in writers:
+            _check_seen(writer, place)
+        yield writers
         done = True
-        return reports
     finally:
-        for job in jobs if place.ranks.first else ():
-            job.writer.close(finished=done)
+        for writer in writers if place.ranks.first else ():
+            writer.close(finished=done)
 
 
-def _store(options: CalibrateOptions, writer: Writer) -> run.Store:
-    """Returns where hidden states lie: in half of the machine's memory unless told otherwise."""
+def _files(source: Checkpoint) -> str:
+    """Returns the source's files and their sizes: what a process can say of it without reading."""
+    found = sorted((file.name, file.stat().st_size) for file in source.root.glob("*.safetensors"))
+    return f"{found}, config.json {file_sha256(source.root / 'config.json')}"
+
+
+def _check_seen(writer: Writer, place: run.Place) -> None:
+    """Raises OutputError where a process does not see the folder that the first one opened."""
+    if not writer.manifest.exists():
+        raise OutputError(
+            f"{writer.output}: process {place.ranks.rank} does not see what process 0 wrote there",
+            "give a folder that all machines share",
+        )
+
+
+def _hidden_bytes(options: CalibrateOptions, place: run.Place) -> int | None:
+    """Returns how much memory this process's hidden states may take; None where nobody knows.
+
+    As asked, or half of the machine's, which all its processes share.
+    """
     limit = memory_bytes()
     half = None if limit is None else limit // 2
     asked = half if options.hidden_gb is None else round(options.hidden_gb * 1e9)
-    return run.Store(asked, writer.state)
+    return None if asked is None else asked // place.ranks.local
 
 
-def _guide(
-    jobs: Sequence[run.Job],
+def _guidance(
+    recipes: Sequence[Recipe],
     source: Checkpoint,
     data: _Data,
     place: run.Place,
+    store: run.Store,
     progress: run.Progress,
-) -> None:
-    """Gives the jobs that want it the end loss's weights: the source's alone, so once for all."""
-    wanting = [job for job in jobs if job.recipe.steps.guidance and not data.added(job)]
-    if wanting:
-        states = wanting[0].states
-        found = guide(
-            source, data.calibration.tokens, progress, place.device,
-            states.store, states.share, place.ranks,
-        )  # fmt: skip
-        for job in wanting:
-            job.guidance = found
+) -> Sequence[Guidance | None]:
+    """Returns the end loss's weights, of the source alone: once for all that want them."""
+    if not any(data.guided(recipe, source) for recipe in recipes):
+        return ()
+    tokens = data.calibration.tokens
+    share = data.share(tokens, place)
+    return guide(source, tokens, progress, place.device, store, share, place.ranks)
+
+
+def _jobs(
+    recipes: Sequence[Recipe],
+    writers: Sequence[Writer],
+    source: Checkpoint,
+    data: _Data,
+    place: run.Place,
+    store: run.Store,
+    progress: run.Progress,
+) -> list[run.Job]:
+    """Returns a job a recipe; `store` is what all hidden states may take."""
+    guidance = _guidance(recipes, source, data, place, store, progress)
+    part = store.part(sum(1 + recipe.steps.correction for recipe in recipes))
+    return [
+        _job(recipe, writer, source, data, place, replace(part, folder=writer.state), guidance)
+        for recipe, writer in zip(recipes, writers, strict=True)
+    ]
+
+
+def _job(
+    recipe: Recipe,
+    writer: Writer,
+    source: Checkpoint,
+    data: _Data,
+    place: run.Place,
+    store: run.Store,
+    guidance: Sequence[Guidance | None],
+) -> run.Job:
+    text = data.text(recipe, source)
+
+    def embedded() -> run.States:
+        return run.embed(source, text, place.device, share=data.share(text, place), store=store)
+
+    guidance = guidance if data.guided(recipe, source) else ()
+    own = embedded() if recipe.steps.correction else None
+    return run.Job(recipe, writer, embedded(), text, guidance, own)
 
 
 def _adjusted(recipe: Recipe, options: CalibrateOptions) -> Recipe:
     """The recipe with the command line's effort, format and amounts of data."""
-    if recipe.format == schema.SOURCE_FORMAT:
-        raise RecipeError(
-            f"{recipe.name}: describes the FP8 release as it is, nothing can be calibrated with it",
-            "give another of `glm5q recipes list`; this one is for `glm5q plan`",
-        )
+    checks.check_writable(recipe)
     plan = recipe.calibration.model_dump()
     plan |= {"windows": options.windows} if options.windows else {}
     plan |= {"sequence_length": options.sequence_length} if options.sequence_length else {}
@@ -241,9 +319,14 @@ class _Data:
         tokens, vocabulary = self.calibration.tokens, source.config.vocab_size
         return topped_up(tokens, self.held_out, recipe.steps.top_up, vocabulary)
 
-    def added(self, job: run.Job) -> int:
-        """Returns how many windows were added to a job's text."""
-        return 0 if job.text is None else len(job.text) - len(self.calibration.tokens)
+    def guided(self, recipe: Recipe, source: Checkpoint) -> bool:
+        """Whether a recipe asks for guidance, and its text was long enough not to be topped up."""
+        short = len(self.text(recipe, source)) > len(self.calibration.tokens)
+        return recipe.steps.guidance and not short
+
+    def share(self, text: Tensor, place: run.Place) -> run.Share:
+        """Returns which windows of a recipe's text are this process's."""
+        return run.share_out(len(text), self.held_out, text.shape[1], place.device, place.ranks)
 
     @staticmethod
     def load(options: CalibrateOptions, recipe: Recipe, source: Checkpoint) -> _Data:
@@ -322,6 +405,7 @@ def _report(
     data: _Data,
     options: CalibrateOptions,
     times: dict[str, float],
+    seen: Sequence[Mapping[str, Any]],
     progress: run.Progress,
 ) -> describe.Finished:
     output = job.writer.output
@@ -334,13 +418,12 @@ def _report(
     notes = [f"asked for {asked} calibration windows, the data gave {got}"] if got < asked else []
     notes += [
         f"{file}: a read failed and was repeated, {count} times"
-        for file, count in sorted(Counter(source.repeated).items())
+        for file, count in sorted(Counter(chain(*(one["repeated"] for one in seen))).items())
     ]
-    if added := data.added(job):
+    if added := len(job.text) - got:
         guided = ", so no guidance" if job.recipe.steps.guidance else ""
         notes.append(f"short text: {added} windows with exchanged tokens were added{guided}")
-    store, size = job.states.store, job.states.hidden.nbytes
-    if not job.states.hidden.is_cuda and not store.takes(size):
+    if size := max(one["filed"] for one in seen):
         notes.append(f"hidden states lay in files, {size / 1e9:.3g} GB a layer: memory was limited")
     finished = records.RunRecord(
         kind="calibrate",

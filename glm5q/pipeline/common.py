@@ -31,6 +31,20 @@ def check_device(device: str) -> None:
         raise UserError(f"--device {device}: not usable here ({error})", "give cpu") from None
 
 
+def check_same(own: list[dict[str, str]], place: run.Place) -> None:
+    """Raises UserError where a process goes by something else than the first; `own` is by name."""
+    ranks = place.ranks
+    every = ranks.all_of(own, place.device)
+    for index, found in enumerate(every):
+        rank, wanted = index // len(own), every[index % len(own)]
+        differing = [name for name, value in wanted.items() if found[name] != value]
+        if differing:
+            raise UserError(
+                f"process {rank} has another {differing[0]} than process 0",
+                "give every machine the same files and versions",
+            )
+
+
 def check_length(sequence_length: int, config: ModelConfig) -> None:
     """Raises DataError for windows longer than the positions that the model was made for."""
     if sequence_length > config.max_position_embeddings:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from calibrate.observe import INPUT_OF
 from glm5q import names
 from glm5q.config import ModelConfig
 from glm5q.types import Role
@@ -86,11 +87,14 @@ def floors(work: Work, ceilings: Ceilings) -> dict[str, float]:
     rounds = work.recipe.steps.descent
     candidates = 2  # plain rounding and what is better
     c, expert, inner = work.config, _expert_flop(work.config), work.config.moe_intermediate_size
-    outputs = expert / 3  # down_proj's product, which two of the stages do without
+    outputs = expert / 3  # down_proj's product, which three of the stages do without
     return {
         "guidance": work.tokens * (3 * a_token - outputs) / bf16,  # forward, again, gradient
         "correction": work.tokens * (a_token + 3 * c.hidden_size**2) / bf16,  # and two sums
-        "inner": (work.tokens * (a_token + expert) + seen * c.num_experts_per_tok * 3 * inner**2)
+        "inner": (  # source and quantized gate and up; sums of seen, two down_proj of held out
+            seen * (a_token + outputs + c.num_experts_per_tok * 3 * inner**2)
+            + work.held_out * (a_token + 4 * outputs)
+        )
         / bf16,
         "statistics": (seen * (a_token - outputs) + gram) / bf16,
         "round": factor / fp32
@@ -126,10 +130,13 @@ def _second_order(work: Work) -> list[tuple[int, int, int]]:
 
 
 def _grams(work: Work, seen: int) -> list[tuple[int, int]]:
-    """Returns (columns, rows summed) of every Gram, a stack's over all its experts."""
-    found = []
+    """Returns (columns, rows summed) of every Gram, a stack's over all its experts.
+
+    Matrices that read one input share its Gram.
+    """
+    found = {}
     for module in names.layer_modules(work.config, work.layer):
         if isinstance(work.recipe.plan(module.role, work.layer, work.config), Gptq):
             share = work.config.num_experts_per_tok if module.role is Role.ROUTED_EXPERT else 1
-            found.append((module.shape[-1], seen * share))
-    return found
+            found[INPUT_OF.get(module.path, module.path)] = module.shape[-1], seen * share
+    return list(found.values())

@@ -86,6 +86,14 @@ KERNELS: dict[str, tuple[str, dict[str, object], int]] = {  # arguments, constan
         "codes: *i8, scale: *fp32, weight: *bf16, out: *fp32, columns: i32, groups: i32",
         {"SPAN": 8192}, 8,
     ),
+    "norm_gradients": (
+        "x: *fp32, slope: *bf16, weight: *fp32, other: *fp32, out: *fp32, half: *bf16, "
+        "stride: i32, columns: i32, eps: fp32", {"ADD": True, "SPAN": 8192}, 8,
+    ),
+    "gate_gradients": (
+        "both: *bf16, slope: *bf16, gates: *fp32, order: *i64, out: *bf16, of_gates: *fp32, "
+        "squares: *fp32, width: i32", {"SPAN": 2048}, 8,
+    ),
 }  # fmt: skip
 HELPERS = {
     "nearest", "stored_scale", "feed_micro", "halves", "columns_of", "eliminated",
@@ -96,11 +104,11 @@ HELPERS = {
 def jitted() -> dict[str, object]:
     import triton
 
-    from calibrate.kernels import factors, rounding, rows
+    from calibrate.kernels import factors, gradients, rounding, rows
 
     return {
         name: value
-        for module in (factors, rounding, rows)
+        for module in (factors, gradients, rounding, rows)
         for name, value in vars(module).items()
         if isinstance(value, triton.JITFunction)
     }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from calibrate import correction, run
 from calibrate.block import Observer
-from calibrate.correction import Inputs, Streams, corrected, least_squares, turned
+from calibrate.correction import Inputs, Streams, corrected, least_squares, with_change
 from calibrate.data import load_windows
 from calibrate.job import Job, Place
 from calibrate.ranks import ALONE
@@ -54,7 +54,7 @@ def recipe(**steps: Any) -> dict[str, Any]:
 def job() -> Job:
     """One that has a recipe and nothing to write."""
     wanted = files.validated(recipe(correction=True), "x")
-    return Job(wanted, cast(Any, None), cast(Any, None))
+    return Job(wanted, cast(Any, None), cast(Any, None), cast(Any, None))
 
 
 def layer() -> tuple[Layer, Tensor]:
@@ -136,11 +136,11 @@ def test_what_is_taken_is_what_the_rows_say() -> None:
     assert taken == pytest.approx(1 - float(tried[0] / (y - x).square().sum()), rel=1e-4)
 
 
-def test_a_stack_is_turned_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stack_is_changed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(correction, "AT_ONCE", 2)
     _, stack = layer()
     change = 0.1 * rows(1, WIDTH)
-    made = turned(stack, change, torch.bfloat16)
+    made = with_change(stack, change, torch.bfloat16)
     assert made.dtype == torch.bfloat16
     expected = stack + stack @ change.T
     torch.testing.assert_close(made.float(), expected, rtol=1e-2, atol=1e-2)

@@ -9,6 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 from calibrate import guidance, run
 from calibrate.block import Observer, decoder_layer, rms_norm
 from calibrate.guidance import Guidance, guide
+from calibrate.observe import HeldOutErrors, Statistics
 from calibrate.ranks import Ranks
 from calibrate.states import States, share_out
 from glm5q import names
@@ -72,6 +73,32 @@ def test_rows_find_their_token_and_expert() -> None:
     assert guided.rows("path", tokens, offsets).tolist() == [6.0, 1.0, 7.0, 8.0]
 
 
+def test_a_row_counts_as_often_as_it_weighs() -> None:
+    """In the Grams and in the held-out errors; tokens are numbered through the stream."""
+    path, width, first = names.DOWN, 6, 5
+    experts = torch.tensor([[9, 9]] * first + [[0, 1], [1, 2], [2, 0]], dtype=torch.int16)
+    weights = torch.tensor([[7.0, 7.0]] * first + [[1.0, 4.0], [2.0, 1.0], [3.0, 1.0]])
+    guided = Guidance(experts, {path: weights})
+    tokens, often = torch.tensor([0, 2, 0, 1, 1, 2]), torch.tensor([1, 1, 4, 2, 1, 3])
+    x, y, stack = torch.randn(6, width), torch.randn(6, 4), torch.randn(3, 4, width)
+    found = []
+    for guidance_of, copies in ((guided, torch.ones_like(often)), (None, often)):
+        offsets = torch.tensor([0, *(int(part.sum()) for part in copies.split(2))]).cumsum(0)
+        statistics = Statistics({path}, guidance_of)
+        errors = HeldOutErrors({path: {"one": stack}}, {path: None}, guidance_of)
+        for watcher in (statistics, errors):
+            watcher.first_token = first
+            watcher.experts(
+                path, x.repeat_interleave(copies, 0), offsets, y.repeat_interleave(copies, 0),
+                tokens.repeat_interleave(copies),
+            )  # fmt: skip
+        gram = statistics.of(path).gram
+        assert gram is not None
+        found.append([gram, errors.reference[path], errors.squared[path, "one"]])
+    for mine, counted in zip(*found, strict=True):
+        torch.testing.assert_close(mine, counted, rtol=1e-5, atol=1e-5)
+
+
 def test_a_process_weighs_its_own_windows_as_one_alone_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +128,10 @@ def test_weights_have_a_mean_of_one_over_all_processes() -> None:
             return value + torch.tensor([30.0, 2.0], dtype=torch.float64)  # another's sum and count
 
     assert guidance._mean(torch.tensor([[1.0, 2.0, 3.0]]), Two(0, 2)) == 36 / 5
+
+
+def test_where_the_loss_minds_nothing_every_token_weighs_one() -> None:
+    assert guidance._normalised(torch.zeros(2, 3), Ranks()).tolist() == [[1.0] * 3] * 2
 
 
 @pytest.mark.parametrize("windows", [slice(0, 1), slice(1, 4), slice(4, 5), slice(0, 5)])

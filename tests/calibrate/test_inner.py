@@ -56,7 +56,7 @@ def rows(seed: int, *shape: int) -> Tensor:
 
 
 def sums(left: Tensor, inner_rows: Tensor, counts: tuple[int, ...]) -> Sums:
-    """In two chunks of the same rows' halves, as an observer is given them."""
+    """Sums of one chunk, as an observer is given it."""
     none = Codes(torch.zeros(0), torch.zeros(0), IntScheme(4, None, "float32", None))
     found = Sums(Stack(none), None)
     offsets = torch.tensor([0, *counts]).cumsum(0)
@@ -107,6 +107,51 @@ def test_few_tokens_move_nothing_far() -> None:
     made, wanted = sums(few, few + lost_of_it, (200, 100, 300)), plan(ridge=0.0, pooling=0.0)
     codes, scale = inner._rounded(3, stack, made, wanted, LayerPlan(2), Place())
     assert float((quant.dequantize(codes, scale) - stack).norm()) < 0.4 * float(stack.norm())
+
+
+def codes(seed: int, *shape: int) -> Codes:
+    drawn = torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(seed))
+    return Codes(
+        drawn.to(torch.int8), torch.full((*shape[:2], 1), 0.05), IntScheme(4, None, "float32", None)
+    )
+
+
+def test_rows_count_as_often_as_guidance_says() -> None:
+    """A row that weighs four adds what four of it do; tokens are numbered through the stream."""
+
+    class Weighs:
+        def rows(self, path: str, tokens: Tensor, _offsets: Tensor) -> Tensor:
+            assert path == names.DOWN
+            return torch.where(tokens < 103, 4.0, 1.0)
+
+    gate_up, down = (Stack(codes(n, EXPERTS, *shape)) for n, shape in enumerate(
+        ((2 * WIDTH, OUT), (OUT, WIDTH))
+    ))  # fmt: skip
+    tokens, counts = torch.tensor([0, 1, 4, 2, 3, 5]), (3, 2, 1)
+    often = torch.where(tokens < 3, 4, 1)
+    found: list[list[Tensor]] = []
+    for guided in (True, False):
+        copies = torch.ones_like(tokens) if guided else often
+        offsets = torch.stack([part.sum() for part in copies.split(counts)]).cumsum(0)
+        offsets = torch.cat((torch.zeros(1, dtype=torch.int64), offsets))
+        x, h, y = (
+            rows(n, 6, width).repeat_interleave(copies, 0)
+            for n, width in enumerate((OUT, WIDTH, OUT))
+        )
+        guidance = Weighs() if guided else None
+        summed = Sums(gate_up, guidance)
+        errors = inner.Errors(gate_up, guidance, tried=(down,))
+        errors.squares = torch.zeros(2, EXPERTS, dtype=torch.float64)
+        for one in (summed, errors):
+            one.first_token = 100
+            here = tokens.repeat_interleave(copies)
+            one.experts(names.GATE_UP, x, offsets, y[:0], here)
+            one.experts(names.DOWN, h, offsets, y, here)
+        assert summed.gram is not None
+        assert summed.cross is not None
+        found.append([summed.gram, summed.cross, errors.squares])
+    for mine, counted in zip(*found, strict=True):
+        torch.testing.assert_close(mine, counted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calibrate import states
-from calibrate.ranks import BACKENDS, Ranks
+from calibrate import ranks, states
+from calibrate.job import Place
+from calibrate.ranks import BACKENDS, Ranks, joined
 from calibrate.shares import Share
 from calibrate.states import share_out
 from glm5q.errors import UserError
+from glm5q.pipeline.common import check_same
 from glm5q.writer import file_sha256
 from recipes import files
 from tests.commands import INDEX
@@ -80,6 +83,69 @@ def test_two_ranks_weigh_the_tokens_that_one_does(step: str, tmp_path: Path) -> 
     assert any(layer.get("correction") for layer in layers) == (step == "correction")
     methods = [name for layer in layers for name in (layer["experts"] or {}).get("method", [])]
     assert any("inner" in method for method in methods) == (step == "inner")
+
+
+def test_a_folder_the_first_refuses_is_untouched(tmp_path: Path) -> None:
+    """Also by the others, whose hidden states would lie in files there."""
+    (tmp_path / "mine.txt").write_text("mine")
+    ended = python(*TORCHRUN, 2, "-m", "glm5q", *ASKED, tmp_path, "--hidden-gb", "1e-7")
+    assert ended.returncode != 0
+    assert f"glm5q: {tmp_path}: not empty" in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_a_device_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
+    ended = python(*TORCHRUN, 2, "-m", "glm5q", *ASKED, tmp_path / "out", "--device", "cuda")
+    assert ended.returncode != 0
+    assert "glm5q: --device cuda: not usable here" in ended.stderr
+    assert "glm5q/cli.py" not in ended.stderr  # no traceback of ours; torchrun has one of its own
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if torchrun had started this process, the second of two; nothing is connected."""
+    for name, answer in (
+        ("is_torchelastic_launched", True), ("init_process_group", None),
+        ("destroy_process_group", None), ("get_rank", 1), ("get_world_size", 2),
+    ):  # fmt: skip
+        monkeypatch.setattr(ranks.dist, name, lambda *_, _answer=answer, **__: _answer)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_peer_that_is_gone_is_said_in_a_line() -> None:
+    """As gloo and NCCL say it; what else goes wrong is a bug and keeps its traceback."""
+    gone = (
+        RuntimeError("[pair.cc:559] Connection closed by peer [127.0.0.1]:1"),
+        torch.distributed.DistBackendError("NCCL error: remote process exited"),
+    )
+    for error in gone:
+        with pytest.raises(UserError, match="another process of this run has ended"), joined("cpu"):
+            raise error
+    with joined("cpu") as (_, own):
+        assert own == Ranks(1, 2, 2)
+    with pytest.raises(RuntimeError, match="shapes"), joined("cpu"):
+        raise RuntimeError("shapes differ")
+
+
+@pytest.mark.usefixtures("launched")
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="process 2 of this machine has no GPU"), joined("cuda"):
+        pass
+
+
+def test_processes_that_go_by_other_things_are_refused() -> None:
+    class Two(Ranks):
+        def all_of(self, value: list[Any], _device: object) -> list[Any]:
+            return value + [one | {"data": "stale"} for one in value]
+
+    own = [{"source": "a", "data": "b"}, {"source": "a", "data": "c"}]
+    check_same(own, Place())
+    with pytest.raises(UserError, match="process 1 has another data than process 0"):
+        check_same(own, Place("cpu", Two(0, 2)))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -177,8 +243,14 @@ def test_what_went_otherwise_on_any_rank_is_in_the_record(tmp_path: Path) -> Non
 
 
 def test_fewer_windows_than_processes_are_refused() -> None:
-    with pytest.raises(UserError, match="3 windows to calibrate on are too few for 4 processes"):
+    with pytest.raises(UserError, match="4 windows, 1 held out, are too few for 4 processes"):
         share_out(4, 1, 64, ranks=Ranks(0, 4))
+
+
+def test_more_processes_than_chunks_have_smaller_chunks() -> None:
+    shares = [share_out(512, 51, 2048, "cuda", Ranks(rank, 32)) for rank in range(32)]
+    assert [n for share in shares for n in share.statistics] == list(range(461))
+    assert {len(share.statistics) for share in shares} == {14, 15}
 
 
 def test_backends_go_by_kind_of_device() -> None:

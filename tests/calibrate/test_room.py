@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
-from calibrate import candidates, run, shares, states
+from calibrate import candidates, guidance, run, shelf, states, store
 from calibrate.evaluate import evaluate
 from glm5q import pipeline
 from glm5q.checkpoint import open_checkpoint
 from glm5q.errors import OutputError, UserError
-from glm5q.layer import Codes, Layer
+from glm5q.layer import Codes, Layer, runnable
 from tests import small
 from tests.calibrate.test_run import LENGTH, Texts, options
 
@@ -115,25 +117,108 @@ def test_hidden_states_past_the_limit_lie_in_files(
     glm52: Path, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bytes are written, no file is left, and the record says where they lay."""
-    original, files_made = shares.Store.file, []
+    original, files_made = store.Store.file, []
 
-    def file(store, shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
-        made = original(store, shape, dtype)
+    def file(asked, shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
+        made = original(asked, shape, dtype)
         files_made.append(made.nbytes)
-        assert not [p for p in store.folder.iterdir() if p.stat().st_size >= made.nbytes]
+        assert not [p for p in asked.folder.iterdir() if p.stat().st_size >= made.nbytes]
         return made
 
-    monkeypatch.setattr(shares.Store, "file", file)
-    asked = vars(options(glm52, tmp_path / "memory", texts))
-    whole = pipeline.calibrate(pipeline.CalibrateOptions(**asked))[0]
+    monkeypatch.setattr(store.Store, "file", file)
+    wanted = vars(options(glm52, tmp_path / "memory", texts))
+    whole = pipeline.calibrate(pipeline.CalibrateOptions(**wanted))[0]
     assert not files_made
-    asked |= {"output": tmp_path / "out", "hidden_gb": 1e-6}
-    finished = pipeline.calibrate(pipeline.CalibrateOptions(**asked))[0]
+    wanted |= {"output": tmp_path / "out", "hidden_gb": 1e-6}
+    finished = pipeline.calibrate(pipeline.CalibrateOptions(**wanted))[0]
     layers = len(finished.run.layers)
     assert len(files_made) >= layers
     assert files(tmp_path / "out") == files(tmp_path / "memory")
     assert "hidden states lay in files" in finished.run.notes[-1]
     assert whole.run.notes == []
+
+
+@pytest.mark.parametrize(("layers", "in_files"), [(2.5, True), (7, True), (20, False)])
+def test_all_streams_keep_to_the_limit_together(
+    layers: float,
+    in_files: bool,
+    glm52: Path,
+    texts: Texts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The quantized stream's states, the source's own, and guidance's, its inputs, its gradient."""
+    held, most, filed = 0, 0, 0
+    original = states.room
+
+    def gone(size: int) -> None:
+        nonlocal held
+        held -= size
+
+    def room(shape, device, asked=store.IN_MEMORY, *rest):  # type: ignore[no-untyped-def]
+        nonlocal held, most, filed
+        made = original(shape, device, asked, *rest)
+        if not asked.takes(made.nbytes):
+            filed += 1
+            return made
+        held += made.nbytes
+        most = max(most, held)
+        weakref.finalize(made, gone, made.nbytes)
+        return made
+
+    for module in (states, guidance, shelf):
+        monkeypatch.setattr(module, "room", room)
+    one = 24 * LENGTH * small.GLM52["hidden_size"] * 4
+    asked = vars(asking(glm52, tmp_path / "out", texts, correction=True, guidance=True))
+    asked |= {"hidden_gb": layers * one / 1e9}
+    pipeline.calibrate(pipeline.CalibrateOptions(**asked))
+    assert most <= layers * one
+    assert (filed > 0) == in_files
+
+
+def test_guidance_without_room_runs_in_smaller_chunks(
+    glm52: Path, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, most = states.decoder_layer, 3 * LENGTH
+    monkeypatch.setattr(states, "FEWEST_CHUNKS", 1)
+
+    def decoder_layer(config, weights, hidden, *rest):  # type: ignore[no-untyped-def]
+        if hidden.shape[0] > most:
+            raise torch.OutOfMemoryError("planted")
+        return original(config, weights, hidden, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "CHUNK_TOKENS", most)
+        pipeline.calibrate(asking(glm52, tmp_path / "small", texts, guidance=True))
+    monkeypatch.setattr(states, "CHUNK_TOKENS", 4 * most)
+    monkeypatch.setattr(states, "decoder_layer", decoder_layer)
+    pipeline.calibrate(asking(glm52, tmp_path / "out", texts, guidance=True))
+    assert files(tmp_path / "out") == files(tmp_path / "small")
+
+
+def asking(source: Path, output: Path, texts: Texts, **steps: bool) -> pipeline.CalibrateOptions:
+    """`h200` whose effort `fast` has these steps too."""
+    found = options(source, output, texts)
+    recipe = Path(found.recipes[0])
+    raw = yaml.safe_load(recipe.read_text())
+    raw["efforts"]["fast"] |= {"descent": 1} | steps
+    recipe.write_text(yaml.safe_dump(raw))
+    return found
+
+
+def test_a_layer_that_shares_its_choices_hands_on_those_there_are(glm52: Path) -> None:
+    """On a GPU each would be copied to the host again: 8.6 GB for a million tokens."""
+    source = open_checkpoint(glm52)
+    sharing = source.config.full_indexer.index(False)
+    tokens = torch.randint(0, 256, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    found = [states.embed(source, tokens)]
+    for number in range(sharing + 1):
+        weights = runnable(source.layer(number))
+        found.append(states.advance(source.config, number, weights, found[-1]))
+    before, after = found[-2:]
+    assert before.indices is not None
+    kept = source.config.full_indexer[sharing + 1 : sharing + 2] == (False,)
+    assert after.indices is (before.indices if kept else None)
 
 
 def test_no_space_for_hidden_states_is_the_users_to_mend(
@@ -146,6 +231,14 @@ def test_no_space_for_hidden_states_is_the_users_to_mend(
     asked = vars(options(glm52, tmp_path / "out", texts)) | {"hidden_gb": 1e-6}
     with pytest.raises(OutputError, match="no space left"):
         pipeline.calibrate(pipeline.CalibrateOptions(**asked))
+
+
+def test_inputs_that_a_disk_has_no_room_for_are_refused_at_once(tmp_path: Path) -> None:
+    """Guidance's, a thousand layers of which are more than any disk has."""
+    layer = states.States(torch.zeros(1).expand(1 << 30, 64, 8), store=store.Store(0, tmp_path))
+    inputs = shelf.Shelf(1000, store.Store(2 * layer.hidden.nbytes, tmp_path))
+    with pytest.raises(OutputError, match=r"GB free, and 2\.2e\+06 GB of hidden states would lie"):
+        inputs.put(layer)
 
 
 def test_halved_states_keep_their_indices() -> None:

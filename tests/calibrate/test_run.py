@@ -138,7 +138,11 @@ def test_guidance_reaches_the_statistics(
         return original(self, path, tokens, offsets)
 
     monkeypatch.setattr(Guidance, "rows", rows)
-    best = pipeline.calibrate(options(glm5, tmp_path / "best", texts, "best"))[0]
+    wanted = options(glm5, tmp_path / "best", texts, "best")
+    raw = yaml.safe_load(Path(wanted.recipes[0]).read_text())
+    raw["efforts"]["best"] = raw["efforts"]["fast"] | {"guidance": True}  # nothing else differs
+    Path(wanted.recipes[0]).write_text(yaml.safe_dump(raw))
+    best = pipeline.calibrate(wanted)[0]
     monkeypatch.undo()
     fast = pipeline.calibrate(options(glm5, tmp_path / "fast", texts))[0]
     assert set(torch.cat(asked).tolist()) == set(range(WINDOWS * LENGTH))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from calibrate.shares import IN_MEMORY, Store
 from calibrate.shelf import Shelf
 from calibrate.states import Near, States
+from calibrate.store import IN_MEMORY, Store
 
 LAYERS, SHAPE = 5, (3, 4, 8)
 
@@ -44,7 +44,10 @@ def test_on_a_cpu_they_are_the_states_themselves(tmp_path: Path) -> None:
     shelf, states = Shelf(2, IN_MEMORY), States(layer_input(0))
     shelf.put(states)
     assert shelf.take() is states
-    aside = Shelf(2, Store(1, tmp_path))  # no room in memory
+    in_files = Shelf(2, Store(1, tmp_path))  # each layer's states have one of their own
+    in_files.put(states)
+    assert in_files.take() is states
+    aside = Shelf(2, Store(2 * states.hidden.nbytes, tmp_path))  # two layers' take all there is
     aside.put(replace(states, near=Near(states.hidden, {})))
     states.hidden.zero_()
     taken = aside.take()

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from calibrate.block import LayerOutput, Observer
 from calibrate.data import Windows
 from calibrate.logits import Head, compare_predictions
-from calibrate.states import FLOAT32_CHUNK_TOKENS, advance, embed
+from calibrate.states import advance, embed
 from glm5q import names
 from glm5q.checkpoint import open_checkpoint
 from glm5q.config import ModelConfig
@@ -140,7 +140,7 @@ def final_states(source: LayerSource, tokens: Tensor, watch: _Watch | None = Non
     Weights in float32, activations never rounded.
     """
     config = source.config
-    states = embed(source, tokens, chunk_tokens=FLOAT32_CHUNK_TOKENS)
+    states = embed(source, tokens)
     for layer in layers(source.layer, range(config.num_hidden_layers)):
         weights = runnable(layer, quantize_activations=False)
         if watch is None:

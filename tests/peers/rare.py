@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from calibrate.block import LayerOutput, Observer
-from calibrate.states import FLOAT32_CHUNK_TOKENS, advance, embed, forward
+from calibrate.states import advance, embed, forward
 from glm5q import names
 from glm5q.checkpoint import open_checkpoint
 from glm5q.config import ModelConfig
@@ -36,7 +36,7 @@ def make(folder: Path, tokens: Tensor, share: float, seed: int = 0) -> None:
     checkpoint = open_checkpoint(folder)
     config, draw = checkpoint.config, random.Random(seed)
     count = round(share * config.n_routed_experts)
-    states = embed(checkpoint, tokens, chunk_tokens=FLOAT32_CHUNK_TOKENS)
+    states = embed(checkpoint, tokens)
     biases: dict[str, Tensor] = {}
     found: dict[str, Any] = {}
     for layer in layers(checkpoint.layer, range(config.num_hidden_layers)):
