@@ -29,15 +29,23 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # by kind of device
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size`, numbered from 0; the first writes. `local` share its machine."""
+    """This process among `size`, numbered from 0; the first writes.
+
+    `local` share its machine, where it is the `local_rank`-th.
+    """
 
     rank: int = 0
     size: int = 1
     local: int = 1
+    local_rank: int = 0
 
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def first_of_machine(self) -> bool:
+        return self.local_rank == 0
 
     def mine(self, stack: int) -> range:
         """Returns this rank's entries of a stack; a single matrix is everybody's."""
@@ -131,7 +139,7 @@ class Ranks:
 
 ALONE = Ranks()
 PEER_GONE = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
-PATIENCE = timedelta(hours=4)  # the first rank reads the whole source while the others wait
+PATIENCE = timedelta(hours=4)  # a machine's first rank reads the whole source while its others wait
 
 
 @contextmanager
@@ -161,7 +169,7 @@ def joined(device: str) -> Iterator[tuple[str, Ranks]]:
     dist.init_process_group(BACKENDS[kind], timeout=PATIENCE)
     try:
         here = int(os.environ["LOCAL_WORLD_SIZE"])
-        yield device, Ranks(dist.get_rank(), dist.get_world_size(), here)
+        yield device, Ranks(dist.get_rank(), dist.get_world_size(), here, local)
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(w in str(error) for w in PEER_GONE):
             raise

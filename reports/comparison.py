@@ -209,16 +209,20 @@ def _bootstrap(delta: Floats) -> tuple[float | None, float | None]:
 
 
 def _perplexity_interval(a: RunRecord, b: RunRecord) -> tuple[float | None, float | None]:
-    """Of exp(mean nll) less the baseline's, the same windows drawn for both."""
+    """Of exp(mean nll) less the baseline's, the same windows drawn for both.
+
+    None where that is more than a float holds.
+    """
     left, right = _windows(a, b, "window_nll")
     if left.size < 2:
         return None, None
-    return _percentiles(
-        _resample(
-            left.size,
-            lambda draw: np.exp(right[draw].mean(axis=1)) - np.exp(left[draw].mean(axis=1)),
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _percentiles(
+            _resample(
+                left.size,
+                lambda draw: np.exp(right[draw].mean(axis=1)) - np.exp(left[draw].mean(axis=1)),
+            )
         )
-    )
 
 
 def _spread(key: str, a: RunRecord, b: RunRecord) -> tuple[float | None, float | None]:

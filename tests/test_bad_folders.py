@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from pathlib import Path
 
 import pytest
 
-from glm5q import pipeline
+from glm5q import names, pipeline
 from glm5q.pipeline import CalibrateOptions
-from tests.commands import copy, edit_json, edit_shard, refused
+from tests.commands import copy, edit_json, edit_shard, refused, run
 from tests.runs import small_run
 
 
@@ -79,6 +81,25 @@ def test_broken_quantized_checkpoint(
     folder = broken(output, tmp_path / "broken", how)
     data = ("--data", str(asked.evaluation_data), "--sequence-length", "32", "--windows", "2")
     refused("evaluate", asked.source, folder, *data, says=("broken",))
+
+
+def test_a_perplexity_that_no_float_holds(
+    asked: CalibrateOptions, output: Path, tmp_path: Path
+) -> None:
+    """Over 709 nats a token: infinite in record, page and comparison, not an OverflowError."""
+    folder, record = copy(output, tmp_path / "loud"), tmp_path / "loud.json"
+    (index,) = folder.glob("*.index.json")
+    shard = folder / json.loads(index.read_text())["weight_map"][names.LM_HEAD]
+    edit_shard(shard, lambda tensors: tensors[names.LM_HEAD].mul_(1e5))
+    data = ("--data", str(asked.evaluation_data), "--sequence-length", "32", "--windows", "2")
+    done = run("evaluate", asked.source, folder, *data, "--output", record)
+    assert done.exit_code == 0, done.exception or done.output
+    found = json.loads(record.read_text())["accuracy"]
+    assert found["perplexity_quantized"] == math.inf
+    assert min(found["window_nll"]) > 709
+    assert run("report", record).exit_code == 0
+    compared = run("compare", record, record)
+    assert compared.exit_code == 0, compared.exception or compared.output
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from calibrate.ranks import joined
 from calibrate.top_up import topped_up
 from glm5q import formats
 from glm5q.checkpoint import Checkpoint, open_checkpoint
-from glm5q.errors import DataError, OutputError, RecipeError
+from glm5q.errors import DataError, OutputError, RecipeError, UserError
 from glm5q.formats.quantized import open_any
 from glm5q.formats.readme import readme
 from glm5q.pipeline import describe
@@ -93,7 +93,7 @@ def _calibrate(
         check_free(output)  # the next steps read the source in full
     data = _Data.load(options, recipes[0], source)
     _check_processes(recipes, source, data, options, place)
-    content_hash = scan(source, progress) if place.ranks.first else ""
+    content_hash = _content_hash(source, place, progress)
     scanned = time.perf_counter()
     texts = (data.calibration.tokens, data.held_out, data.evaluation.tokens)
     identities = [_identity(recipe, content_hash, data, options) for recipe in recipes]
@@ -132,6 +132,23 @@ def _check_processes(
         data.share(data.text(recipe, source), place)
     found = _files(source)
     check_same([_identity(recipe, found, data, options) for recipe in recipes], place)
+
+
+def _content_hash(source: Checkpoint, place: run.Place, progress: run.Progress) -> str:
+    """Returns the source's hash, read by each machine's first process: it may have its own copy.
+
+    Raises UserError where that holds other bytes.
+    """
+    ranks = place.ranks
+    own = [{"rank": ranks.rank, "hash": scan(source, progress)}] if ranks.first_of_machine else []
+    first, *others = ranks.all_of(own, place.device)
+    for other in others:
+        if other["hash"] != first["hash"]:
+            raise UserError(
+                f"process {other['rank']} reads other bytes in the source than process 0",
+                "copy the source to that machine again",
+            )
+    return str(first["hash"])
 
 
 @contextmanager

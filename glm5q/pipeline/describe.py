@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import resource
 import shlex
@@ -67,8 +66,8 @@ def accuracy(
         kl_p50=p50,
         kl_p95=p95,
         kl_p99=p99,
-        perplexity_source=math.exp(float(window_nll[0].mean())),
-        perplexity_quantized=math.exp(float(window_nll[1].mean())),
+        perplexity_source=float(window_nll[0].mean().exp()),
+        perplexity_quantized=float(window_nll[1].mean().exp()),
         top1_agreement=float(agreeing.mean()),
         window_kl=window_kl.tolist(),
         window_nll=window_nll[1].tolist(),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from calibrate.ranks import BACKENDS, Ranks, joined
 from calibrate.shares import Share
 from calibrate.states import share_out
 from glm5q.errors import UserError
-from glm5q.pipeline.common import check_same
+from glm5q.pipeline.common import check_same, embedded_checkpoint
 from glm5q.writer import file_sha256
 from recipes import files
 from tests.commands import INDEX
@@ -125,7 +128,7 @@ def test_a_peer_that_is_gone_is_said_in_a_line() -> None:
         with pytest.raises(UserError, match="another process of this run has ended"), joined("cpu"):
             raise error
     with joined("cpu") as (_, own):
-        assert own == Ranks(1, 2, 2)
+        assert own == Ranks(1, 2, 2, 1)
     with pytest.raises(RuntimeError, match="shapes"), joined("cpu"):
         raise RuntimeError("shapes differ")
 
@@ -146,6 +149,45 @@ def test_processes_that_go_by_other_things_are_refused() -> None:
     check_same(own, Place())
     with pytest.raises(UserError, match="process 1 has another data than process 0"):
         check_same(own, Place("cpu", Two(0, 2)))
+
+
+def on_two_machines(*arguments: tuple[object, ...]) -> list[tuple[int, str]]:
+    """Returns (exit code, stderr) of two torchruns as on two machines, each with its arguments."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    common = ("-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "localhost")
+    with ThreadPoolExecutor() as pool:
+        ended = pool.map(
+            lambda number: python(
+                *common, "--master-port", port, "--node-rank", number,
+                "-m", "glm5q", *arguments[number],
+            ),
+            range(2),
+        )  # fmt: skip
+        return [(one.returncode, one.stderr) for one in ended]
+
+
+def test_two_machines_give_the_codes_of_one(alone: Path, tmp_path: Path) -> None:
+    """Each with its own copy of the source; one that differs in a bit is noticed before writing."""
+    own = tmp_path / "copy"
+    shutil.copytree(embedded_checkpoint(), own)
+    data = embedded_checkpoint() / "calibration.jsonl"
+    asked = (*ASKED, tmp_path / "out", "--data", data)
+    here, there = (asked[0], embedded_checkpoint(), *asked[1:]), (asked[0], own, *asked[1:])
+    for code, said in on_two_machines(here, there):
+        assert code == 0, said
+    assert shards(tmp_path / "out") == shards(alone)
+    shutil.rmtree(tmp_path / "out")
+    with next(own.glob("*.safetensors")).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))  # an exponent's bit: still finite
+    for code, said in on_two_machines(here, there):
+        assert code != 0
+        assert "process 1 reads other bytes in the source than process 0" in said
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
