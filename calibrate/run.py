@@ -33,18 +33,12 @@ from calibrate.states import (
     advance,
     all_finite,
     check_finite,
-    chunks,
-    embed,
     forward,
     ignore,
     mtp_states,
-    on_gpu,
-    room,
-    share_out,
     silent,
     with_less,
 )
-from calibrate.store import Store
 from glm5q import formats, names
 from glm5q.checkpoint import Checkpoint
 from glm5q.config import ModelConfig
@@ -54,12 +48,6 @@ from glm5q.stream import layers
 from glm5q.types import CodedScheme, Fallback, KeepScheme, LayerResult, Role
 from glm5q.writer import Shard
 from recipes.schema import Recipe
-
-__all__ = [
-    "Job", "Place", "Progress", "Share", "Source", "States", "Store", "advance", "calibrate",
-    "chunks", "embed", "forward", "mtp_states", "on_gpu", "one_layer", "quantize", "read_back",
-    "room", "share_out", "silent",
-]  # fmt: skip
 
 
 class Source(Protocol):

@@ -9,9 +9,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from calibrate import run
 from calibrate.data import load_windows
 from calibrate.logits import Head
+from calibrate.states import advance, embed
 from glm5q import names, pipeline
 from glm5q.formats.quantized import open_any
 from glm5q.layer import runnable
@@ -79,7 +79,7 @@ def test_transformers_loads_the_same_weights_and_logits(finished: list[pipeline.
     quantized = open_any(finished[0].checkpoint, latent_norm_eps=1e-6)
     config = quantized.config
     tokens = load_windows(ROOT / "heldout.jsonl", ROOT, config.vocab_size, 512, 4, 0).tokens[:1]
-    states, held = run.embed(quantized, tokens), model.state_dict()
+    states, held = embed(quantized, tokens), model.state_dict()
     for number in range(config.num_hidden_layers):
         layer = quantized.layer(number)
         weights = runnable(layer, stored_dtype=torch.bfloat16, quantize_activations=False)
@@ -87,7 +87,7 @@ def test_transformers_loads_the_same_weights_and_logits(finished: list[pipeline.
             name = names.layer_prefix(number) + path
             loaded = held[name if name in held else name + ".weight"]
             assert torch.equal(loaded.float(), matrix), name
-        states = run.advance(config, number, weights, states)
+        states = advance(config, number, weights, states)
     mine = Head(quantized, "cpu").log_probabilities(states.hidden[0])
     with torch.no_grad():
         theirs = model.float()(tokens).logits[0].log_softmax(-1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from calibrate import run
+from calibrate.states import Progress, silent
 from glm5q.pipeline.calibrate import CalibrateOptions, calibrate
 from recipes import files
 from reports import comparison
@@ -41,7 +41,7 @@ VARIANTS: dict[str, Change] = {
 ROUNDING_KEYS = ("bits", "group_size", "scale_dtype", "activation", "clip")
 
 
-def ablate(options: CalibrateOptions, progress: run.Progress = run.silent) -> comparison.Comparison:
+def ablate(options: CalibrateOptions, progress: Progress = silent) -> comparison.Comparison:
     """Returns every variant of `options.recipes[0]` against its fast tier, intervals in pairs.
 
     Writes each variant's recipe, checkpoint and record into `options.output`.

@@ -20,8 +20,11 @@ from torch import Tensor
 
 from calibrate import run
 from calibrate.guidance import Guidance, backward
+from calibrate.job import Job, Place
 from calibrate.ranks import joined
+from calibrate.shares import Share
 from calibrate.shelf import Shelf
+from calibrate.states import States, advance, on_gpu, room, share_out
 from glm5q import names, releases
 from glm5q.config import ModelConfig, parse_config, read_config
 from glm5q.errors import UserError
@@ -147,10 +150,10 @@ def bench_calibrate(options: BenchOptions) -> BenchResult | None:
     """
     check_device(options.device)
     with joined(options.device) as (device, ranks):
-        return _bench(options, run.Place(device, ranks))
+        return _bench(options, Place(device, ranks))
 
 
-def _bench(options: BenchOptions, place: run.Place) -> BenchResult | None:
+def _bench(options: BenchOptions, place: Place) -> BenchResult | None:
     config = _config(options)
     windows = options.tokens // options.sequence_length
     if windows < 2:
@@ -166,7 +169,7 @@ def _bench(options: BenchOptions, place: run.Place) -> BenchResult | None:
     layer = made.layer(number)
     held_out = max(1, round(recipe.calibration.held_out * windows))
     length, ranks = options.sequence_length, place.ranks
-    share = run.share_out(windows, held_out, length, place.device, ranks)
+    share = share_out(windows, held_out, length, place.device, ranks)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(ranks.firsts_text(folder, place.device)) / "out"
         writer: Writer = _Counts(output, 1)
@@ -174,7 +177,7 @@ def _bench(options: BenchOptions, place: run.Place) -> BenchResult | None:
             shards = number + 2
             writer = open_writer(output, shards, {}) if ranks.first else Writer(output, shards)
         none = torch.empty((0, length), dtype=torch.int64)  # what only an MTP layer asks for
-        job = run.Job(recipe, writer, made.states(share, length), none)
+        job = Job(recipe, writer, made.states(share, length), none)
         job.source_states = _source_states(job, place) if recipe.steps.correction else None
         for _ in range(2 if place.on_gpu else 1):  # a GPU's first compiles and takes memory
             job.stage_s.clear()
@@ -189,19 +192,17 @@ def _bench(options: BenchOptions, place: run.Place) -> BenchResult | None:
     return _result(options, config, job, layer, (windows, held_out), place) if ranks.first else None
 
 
-def _source_states(job: run.Job, place: run.Place) -> run.States:
+def _source_states(job: Job, place: Place) -> States:
     """Returns a source stream that starts where the quantized one does, and then has its own.
 
     Of three buffers for the two: each layer's is read before the other stream writes over it.
     """
     if job.states.spare is None:
         return job.states
-    return replace(job.states, spare=run.room(job.states.hidden.shape, place.device))
+    return replace(job.states, spare=room(job.states.hidden.shape, place.device))
 
 
-def _guidance(
-    config: ModelConfig, layer: Layer, job: run.Job, place: run.Place
-) -> list[Guidance | None]:
+def _guidance(config: ModelConfig, layer: Layer, job: Job, place: Place) -> list[Guidance | None]:
     """Times a layer's part of guide(): forward, and the gradient of what lies behind it.
 
     Here that is the layer's own output, which has a gradient's shape.
@@ -210,7 +211,7 @@ def _guidance(
         weights = runnable(layer, place.dtype, place.device)
         inputs = Shelf(1, job.states.store)
         inputs.put(job.states)
-        gradient = run.advance(config, layer.number, weights, job.states).hidden
+        gradient = advance(config, layer.number, weights, job.states).hidden
         found = backward(config, weights, inputs.take(), gradient, place.ranks)[1]
     return [*[None] * layer.number, found]
 
@@ -273,18 +274,18 @@ class _Made:
             matrices[module.path] = matrix
         return Layer(number, vectors, matrices)
 
-    def states(self, share: run.Share, length: int) -> run.States:
+    def states(self, share: Share, length: int) -> States:
         """Hidden states whose neighbouring features are alike, so that Grams are not diagonal."""
         own = (*share.statistics, *share.held_out)
         shape = (len(own), length, self.config.hidden_size)
-        hidden = run.room(shape, self.device)
+        hidden = room(shape, self.device)
         for window, number in zip(hidden, own, strict=True):
             self._generator.manual_seed(self._seed + 1 + number)  # whichever rank has it
             values = self._random(length, shape[2])
             window.copy_(values + 0.5 * values.roll(1, 1) + 0.25 * values.roll(7, 1))
         if self.device.startswith("cuda"):
-            return run.on_gpu(hidden, share=share)
-        return run.States(hidden, share=share)
+            return on_gpu(hidden, share=share)
+        return States(hidden, share=share)
 
     def layer_bytes(self, number: int) -> int:
         sizes = (torch.Size(m.shape).numel() for m in names.layer_modules(self.config, number))
@@ -300,10 +301,10 @@ class _Made:
 def _result(
     options: BenchOptions,
     config: ModelConfig,
-    job: run.Job,
+    job: Job,
     layer: Layer,
     asked: tuple[int, int],
-    place: run.Place,
+    place: Place,
 ) -> BenchResult:
     """Floors are of one device, so that of several the ratio shows what sharing gained."""
     found = job.results[-1]
@@ -341,7 +342,7 @@ def _result(
     )
 
 
-def _host_bytes(job: run.Job) -> int:
+def _host_bytes(job: Job) -> int:
     """Bytes of hidden states in host memory: each stream's own, and room for its next."""
     streams = [states for states in (job.states, job.source_states) if states is not None]
     held = (t for s in streams for t in (s.hidden, s.spare) if t is not None and not t.is_cuda)

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calibrate import run
+from calibrate.job import Place
 from calibrate.knapsack import Option, Table
 from calibrate.mixtures import Mixture, Texts, Unit, measure
+from calibrate.states import Progress, silent
 from glm5q.checkpoint import Checkpoint
 from glm5q.errors import UserError
 from glm5q.pipeline.budget_space import Space, space, with_plans
@@ -88,7 +89,7 @@ def budgeted(
     source: Checkpoint,
     asked: BudgetOptions,
     texts: tuple[Tensor, int, Tensor],
-    progress: run.Progress = run.silent,
+    progress: Progress = silent,
     device: str = "cpu",
 ) -> Budget:
     """Returns what is chosen under the budget. `texts`: calibration windows, how many of them are
@@ -147,8 +148,8 @@ def spend(
     source: Checkpoint,
     asked: BudgetOptions | None,
     texts: tuple[Tensor, int, Tensor],
-    place: run.Place,
-    progress: run.Progress,
+    place: Place,
+    progress: Progress,
     state: Path,
 ) -> Spent:
     """Returns the recipe with what the budget chose as overrides; as it is without a budget.

@@ -17,7 +17,11 @@ from calibrate import run
 from calibrate.data import Windows, load_windows
 from calibrate.evaluate import evaluate
 from calibrate.guidance import Guidance, guide
+from calibrate.job import Job, Place
 from calibrate.ranks import joined
+from calibrate.shares import Share
+from calibrate.states import Progress, States, embed, share_out, silent
+from calibrate.store import Store
 from calibrate.top_up import topped_up
 from glm5q import formats
 from glm5q.checkpoint import Checkpoint, open_checkpoint
@@ -63,9 +67,7 @@ class CalibrateOptions:
     hidden_gb: float | None = None
 
 
-def calibrate(
-    options: CalibrateOptions, progress: run.Progress = run.silent
-) -> list[describe.Finished]:
+def calibrate(options: CalibrateOptions, progress: Progress = silent) -> list[describe.Finished]:
     """Quantizes a checkpoint by each recipe, evaluates, and writes record and page beside it.
 
     One recipe writes to `output`, several to a folder each inside it. Repeating the command of an
@@ -74,12 +76,12 @@ def calibrate(
     """
     check_device(options.device)
     with joined(options.device) as (device, ranks):
-        shown = progress if ranks.first else run.silent
-        return _calibrate(options, shown, run.Place(device, ranks))
+        shown = progress if ranks.first else silent
+        return _calibrate(options, shown, Place(device, ranks))
 
 
 def _calibrate(
-    options: CalibrateOptions, progress: run.Progress, place: run.Place
+    options: CalibrateOptions, progress: Progress, place: Place
 ) -> list[describe.Finished]:
     started = time.perf_counter()
     recipes = [_adjusted(files.load(name), options) for name in options.recipes]
@@ -102,7 +104,7 @@ def _calibrate(
             spend(recipe, source, options.budget, texts, place, progress, writer.state)
             for recipe, writer in zip(recipes, writers, strict=True)
         ]
-        store = run.Store(_hidden_bytes(options, place), writers[0].state)
+        store = Store(_hidden_bytes(options, place), writers[0].state)
         jobs = _jobs([one.recipe for one in spent], writers, source, data, place, store, progress)
         run.calibrate(source, jobs, progress, place)
         own = {"repeated": source.repeated, "filed": max(store.filed, default=0)}
@@ -125,7 +127,7 @@ def _check_processes(
     source: Checkpoint,
     data: _Data,
     options: CalibrateOptions,
-    place: run.Place,
+    place: Place,
 ) -> None:
     """Raises UserError for more processes than windows, or ones that go by different things."""
     for recipe in recipes:
@@ -134,7 +136,7 @@ def _check_processes(
     check_same([_identity(recipe, found, data, options) for recipe in recipes], place)
 
 
-def _content_hash(source: Checkpoint, place: run.Place, progress: run.Progress) -> str:
+def _content_hash(source: Checkpoint, place: Place, progress: Progress) -> str:
     """Returns the source's hash, read by each machine's first process: it may have its own copy.
 
     Raises UserError where that holds other bytes.
@@ -157,7 +159,7 @@ def _opened(
     outputs: Sequence[Path],
     identities: Sequence[Mapping[str, str]],
     source: Checkpoint,
-    place: run.Place,
+    place: Place,
 ) -> Iterator[list[Writer]]:
     """Yields a writer a recipe. Of several processes the first holds the folders and ends them.
 
@@ -189,7 +191,7 @@ def _files(source: Checkpoint) -> str:
     return f"{found}, config.json {file_sha256(source.root / 'config.json')}"
 
 
-def _check_seen(writer: Writer, place: run.Place) -> None:
+def _check_seen(writer: Writer, place: Place) -> None:
     """Raises OutputError where a process does not see the folder that the first one opened."""
     if not writer.manifest.exists():
         raise OutputError(
@@ -198,7 +200,7 @@ def _check_seen(writer: Writer, place: run.Place) -> None:
         )
 
 
-def _hidden_bytes(options: CalibrateOptions, place: run.Place) -> int | None:
+def _hidden_bytes(options: CalibrateOptions, place: Place) -> int | None:
     """Returns how much memory this process's hidden states may take; None where nobody knows.
 
     As asked, or half of the machine's, which all its processes share.
@@ -213,9 +215,9 @@ def _guidance(
     recipes: Sequence[Recipe],
     source: Checkpoint,
     data: _Data,
-    place: run.Place,
-    store: run.Store,
-    progress: run.Progress,
+    place: Place,
+    store: Store,
+    progress: Progress,
 ) -> Sequence[Guidance | None]:
     """Returns the end loss's weights, of the source alone: once for all that want them."""
     if not any(data.guided(recipe, source) for recipe in recipes):
@@ -230,10 +232,10 @@ def _jobs(
     writers: Sequence[Writer],
     source: Checkpoint,
     data: _Data,
-    place: run.Place,
-    store: run.Store,
-    progress: run.Progress,
-) -> list[run.Job]:
+    place: Place,
+    store: Store,
+    progress: Progress,
+) -> list[Job]:
     """Returns a job a recipe; `store` is what all hidden states may take."""
     guidance = _guidance(recipes, source, data, place, store, progress)
     part = store.part(sum(1 + recipe.steps.correction for recipe in recipes))
@@ -248,18 +250,18 @@ def _job(
     writer: Writer,
     source: Checkpoint,
     data: _Data,
-    place: run.Place,
-    store: run.Store,
+    place: Place,
+    store: Store,
     guidance: Sequence[Guidance | None],
-) -> run.Job:
+) -> Job:
     text = data.text(recipe, source)
 
-    def embedded() -> run.States:
-        return run.embed(source, text, place.device, share=data.share(text, place), store=store)
+    def embedded() -> States:
+        return embed(source, text, place.device, share=data.share(text, place), store=store)
 
     guidance = guidance if data.guided(recipe, source) else ()
     own = embedded() if recipe.steps.correction else None
-    return run.Job(recipe, writer, embedded(), text, guidance, own)
+    return Job(recipe, writer, embedded(), text, guidance, own)
 
 
 def _adjusted(recipe: Recipe, options: CalibrateOptions) -> Recipe:
@@ -341,9 +343,9 @@ class _Data:
         short = len(self.text(recipe, source)) > len(self.calibration.tokens)
         return recipe.steps.guidance and not short
 
-    def share(self, text: Tensor, place: run.Place) -> run.Share:
+    def share(self, text: Tensor, place: Place) -> Share:
         """Returns which windows of a recipe's text are this process's."""
-        return run.share_out(len(text), self.held_out, text.shape[1], place.device, place.ranks)
+        return share_out(len(text), self.held_out, text.shape[1], place.device, place.ranks)
 
     @staticmethod
     def load(options: CalibrateOptions, recipe: Recipe, source: Checkpoint) -> _Data:
@@ -400,7 +402,7 @@ def _identity(
     }
 
 
-def _finish(source: Checkpoint, job: run.Job) -> None:
+def _finish(source: Checkpoint, job: Job) -> None:
     config = source.config
     assignments = [job.recipe.assignment(n, config) for n in range(config.num_layers)]
     engine, options = formats.get(job.recipe.format), job.recipe.options()
@@ -417,13 +419,13 @@ def _finish(source: Checkpoint, job: run.Job) -> None:
 def _report(
     source: Checkpoint,
     content_hash: str,
-    job: run.Job,
+    job: Job,
     spent: Spent,
     data: _Data,
     options: CalibrateOptions,
     times: dict[str, float],
     seen: Sequence[Mapping[str, Any]],
-    progress: run.Progress,
+    progress: Progress,
 ) -> describe.Finished:
     output = job.writer.output
     quantized = open_any(output, options.latent_norm_eps)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from calibrate import run
+from calibrate.job import Place
+from calibrate.states import Progress, silent
 from glm5q import tiny
 from glm5q.checkpoint import Checkpoint
 from glm5q.config import ModelConfig
@@ -31,7 +32,7 @@ def check_device(device: str) -> None:
         raise UserError(f"--device {device}: not usable here ({error})", "give cpu") from None
 
 
-def check_same(own: list[dict[str, str]], place: run.Place) -> None:
+def check_same(own: list[dict[str, str]], place: Place) -> None:
     """Raises UserError where a process goes by something else than the first; `own` is by name."""
     ranks = place.ranks
     every = ranks.all_of(own, place.device)
@@ -55,7 +56,7 @@ def check_length(sequence_length: int, config: ModelConfig) -> None:
         )
 
 
-def scan(source: Checkpoint, progress: run.Progress = run.silent) -> str:
+def scan(source: Checkpoint, progress: Progress = silent) -> str:
     """Returns the source's content hash after checking that every value is finite."""
     done, total = 0, source.nbytes  # once: a sum over every tensor for every tensor takes an hour
 

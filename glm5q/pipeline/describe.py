@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from calibrate import run, selection
+from calibrate import selection
 from calibrate.data import Windows
 from calibrate.evaluate import Comparison, IndexerComparison, bootstrap_interval
+from calibrate.job import Job
 from glm5q import names
 from glm5q.checkpoint import Checkpoint
 from glm5q.config import ModelConfig
@@ -165,7 +166,7 @@ def layer(result: LayerResult) -> records.Layer:
     return records.Layer.model_validate(asdict(result))
 
 
-def size(source: Checkpoint, job: run.Job) -> records.Size:
+def size(source: Checkpoint, job: Job) -> records.Size:
     expected = names.expected_tensors(source.config)
     by_role: dict[str, list[int]] = {}
     for name, stored in source.stored.items():

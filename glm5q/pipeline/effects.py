@@ -12,11 +12,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from calibrate import run, selection
+from calibrate import selection
 from calibrate.caches import Grid
 from calibrate.data import Windows, load_windows
 from calibrate.effects import Setting, effects
 from calibrate.needle import answers
+from calibrate.states import Progress, silent
 from glm5q.checkpoint import Checkpoint, open_checkpoint
 from glm5q.config import ModelConfig
 from glm5q.errors import DataError, OutputError, UserError
@@ -56,7 +57,7 @@ class EffectsOptions:
 
 
 def measure_effects(
-    options: EffectsOptions, progress: run.Progress = run.silent
+    options: EffectsOptions, progress: Progress = silent
 ) -> tuple[records.RunRecord, Path | None]:
     """Returns the record of what was asked for; writes it and its page if there is an `output`."""
     check_device(options.device)
@@ -119,7 +120,7 @@ def _settings(
     source: Checkpoint,
     wanted: tuple[str, ...],
     text: Windows,
-    progress: run.Progress,
+    progress: Progress,
     device: str,
 ) -> Effects:
     """Returns `found` with the effects of caches and of index_topk."""
@@ -237,9 +238,7 @@ def _planted(planter: Planter, text: Tensor, distance: int, seed: int) -> tuple[
     )
 
 
-def _needle(
-    asked: _Asked, models: list[LayerSource], progress: run.Progress, device: str
-) -> Needle:
+def _needle(asked: _Asked, models: list[LayerSource], progress: Progress, device: str) -> Needle:
     """Returns how the source answers, and the quantized model if there is one."""
     tokens, starts = asked.tokens, asked.starts
     both = [answers(model, tokens, starts, DIGITS, progress, device) for model in models]

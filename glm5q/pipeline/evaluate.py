@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from calibrate import run
 from calibrate.data import load_windows
 from calibrate.evaluate import evaluate
+from calibrate.states import Progress, silent
 from glm5q.checkpoint import Checkpoint, open_checkpoint
 from glm5q.errors import DataError, OutputError, UserError
 from glm5q.formats.quantized import open_any
@@ -40,7 +40,7 @@ def compare_checkpoints(
     latent_norm_eps: float | None = None,
     quantize_activations: bool = True,
     device: str = "cpu",
-    progress: run.Progress = run.silent,
+    progress: Progress = silent,
 ) -> tuple[records.RunRecord, Path | None]:
     """Evaluates a quantized checkpoint against its source; writes record and page if `output`."""
     check_device(device)

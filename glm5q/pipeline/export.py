@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calibrate import run
+from calibrate.states import Progress, silent
 from glm5q import formats
 from glm5q.formats import export as exporting
 from glm5q.formats import onnx_model
@@ -18,7 +18,7 @@ def export(
     vllm_only: bool = False,
     copy_mtp: bool = False,
     layers: str | None = None,
-    progress: run.Progress = run.silent,
+    progress: Progress = silent,
 ) -> None:
     """Writes one of our checkpoints in another format. Raises UserError naming what stands against.
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from calibrate import run
 from calibrate.methods import choose, gram_paths, plan_layer
 from calibrate.observe import HeldOutErrors, Statistics
+from calibrate.states import advance, embed, forward
 from glm5q.checkpoint import open_checkpoint
 from glm5q.layer import Layer, runnable
 from recipes.schema import Recipe
@@ -22,19 +22,19 @@ def quantize_one(
     config = source.config
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (windows, length), generator=generator)
-    states = run.embed(source, tokens)
+    states = embed(source, tokens)
     for before in range(number):
-        states = run.advance(config, before, runnable(source.layer(before)), states)
+        states = advance(config, before, runnable(source.layer(before)), states)
     layer = source.layer(number)
     weights = runnable(layer)
     statistics = Statistics(gram_paths(asked, number, config))
-    run.forward(config, weights, states, statistics, range(seen))
+    forward(config, weights, states, statistics, range(seen))
     statistics.complete()
     plan = plan_layer(layer, weights, statistics, asked, config)
     errors = HeldOutErrors(
         {path: c.to_measure(torch.float32) for path, c in plan.candidates.items()},
         {path: c.activation() for path, c in plan.candidates.items()},
     )
-    run.forward(config, weights, states, errors, range(seen, windows))
+    forward(config, weights, states, errors, range(seen, windows))
     found, methods = choose(layer, plan, errors)
     return found, methods, errors

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from calibrate import block, run
+from calibrate import block
 from calibrate.block import rms_norm
+from calibrate.states import advance, embed
 from fused_ops.chunk import CPU_ELEMENTS
 from glm5q import names
 from glm5q.checkpoint import Checkpoint, open_checkpoint
@@ -27,11 +28,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def forward_layers(checkpoint: Checkpoint, tokens: torch.Tensor) -> list[torch.Tensor]:
     """Hidden states after the embedding and every layer, [windows, length, hidden]."""
-    states = run.embed(checkpoint, tokens)
+    states = embed(checkpoint, tokens)
     hidden = [states.hidden]
     for number in range(checkpoint.config.num_hidden_layers):
         weights = runnable(checkpoint.layer(number))
-        states = run.advance(checkpoint.config, number, weights, states)
+        states = advance(checkpoint.config, number, weights, states)
         hidden.append(states.hidden)
     return hidden
 

@@ -17,6 +17,7 @@ from calibrate.correction import Inputs, Streams, corrected, least_squares, with
 from calibrate.data import load_windows
 from calibrate.job import Job, Place
 from calibrate.ranks import ALONE
+from calibrate.states import States, advance, embed, forward
 from glm5q import names, pipeline
 from glm5q.checkpoint import open_checkpoint
 from glm5q.config import ModelConfig
@@ -174,7 +175,7 @@ def test_the_record_says_how_much_was_taken_back(
     """Both streams walked again, the source's and what was written."""
     source, written = open_checkpoint(glm52), open_any(finished.checkpoint)
     text = run_text(glm52, texts)
-    streams = [run.embed(source, text), run.embed(source, text)]
+    streams = [embed(source, text), embed(source, text)]
     found = [layer.correction for layer in finished.run.layers]
     compared = 0
     kinds = [layer.kind for layer in finished.run.layers]
@@ -188,7 +189,7 @@ def test_the_record_says_how_much_was_taken_back(
         before = number - 1
         weights = runnable(source.layer(before)), runnable(written.layer(before))
         streams = [
-            run.advance(source.config, before, w, s) for w, s in zip(weights, streams, strict=True)
+            advance(source.config, before, w, s) for w, s in zip(weights, streams, strict=True)
         ]
         y, x = (
             routed(source.config, runnable(source.layer(number)), s).view(len(text), LENGTH, -1)
@@ -216,7 +217,7 @@ def least(x: Tensor, y: Tensor) -> Tensor:
     return solution.float()
 
 
-def routed(config: ModelConfig, weights: Weights, states: run.States) -> Tensor:
+def routed(config: ModelConfig, weights: Weights, states: States) -> Tensor:
     """What the router reads in a whole forward [tokens, hidden]."""
     seen: list[Tensor] = []
 
@@ -225,7 +226,7 @@ def routed(config: ModelConfig, weights: Weights, states: run.States) -> Tensor:
             if path == "mlp.gate":
                 seen.append(x)
 
-    run.forward(config, weights, states, Reads())
+    forward(config, weights, states, Reads())
     return torch.cat(seen)
 
 

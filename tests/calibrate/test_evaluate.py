@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from calibrate import run, selection
+from calibrate import selection
 from calibrate.block import Observer, decoder_layer, mtp_input, rms_norm
 from calibrate.evaluate import bootstrap_interval, evaluate
 from calibrate.observe import HeldOutErrors
+from calibrate.states import embed, forward
 from fused_ops.lightning_indexer.reference import index_scores
 from glm5q import names, quant
 from glm5q.checkpoint import Checkpoint, open_checkpoint
@@ -155,8 +156,8 @@ def test_observers_know_where_they_are(
             if path == "self_attn.q_a_proj":
                 starts.append(self.first_token)
 
-    states = run.embed(source, tokens)
-    run.forward(source.config, runnable(source.layer(0)), states, Starts(), range(1, 3))
+    states = embed(source, tokens)
+    forward(source.config, runnable(source.layer(0)), states, Starts(), range(1, 3))
     assert starts == [LENGTH, 2 * LENGTH]
 
 
@@ -188,7 +189,7 @@ def test_recall_does_not_depend_on_chunks(
     for chunk in (LENGTH, 8192):
         monkeypatch.setattr("calibrate.states.CHUNK_TOKENS", chunk)
         recall = selection.Recall(LENGTH, [4, 16])
-        run.forward(source.config, runnable(source.layer(0)), run.embed(source, tokens), recall)
+        forward(source.config, runnable(source.layer(0)), embed(source, tokens), recall)
         found.append(torch.cat(recall.mass))
     assert found[0].shape == (3 * selection.RECALL_QUERIES, 2)
     assert torch.allclose(found[0], found[1], atol=1e-6)

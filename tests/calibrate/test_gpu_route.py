@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from calibrate import run
+from calibrate.job import Place
 from glm5q import pipeline
 from glm5q.checkpoint import Checkpoint
 from glm5q.errors import OutputError
@@ -26,7 +27,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def layer(self: Checkpoint, number: int, pin: bool = False) -> Layer:  # noqa: ARG001
         return original(self, number)
 
-    monkeypatch.setattr(run.Place, "on_gpu", property(lambda _place: True))
+    monkeypatch.setattr(Place, "on_gpu", property(lambda _place: True))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(Checkpoint, "layer", layer)
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from calibrate import guidance, run
+from calibrate import guidance
 from calibrate.block import Observer, decoder_layer, rms_norm
 from calibrate.guidance import Guidance, guide
 from calibrate.observe import HeldOutErrors, Statistics
 from calibrate.ranks import Ranks
-from calibrate.states import States, share_out
+from calibrate.states import States, embed, share_out
 from glm5q import names
 from glm5q.checkpoint import open_checkpoint
 from glm5q.layer import runnable
@@ -34,7 +34,7 @@ def test_equals_one_graph(tmp_path: Path, raw: dict[str, object]) -> None:
     config = source.config
     tokens = torch.randint(0, 256, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     found = guide(source, tokens)
-    hidden, indices = run.embed(source, tokens).hidden[0], None
+    hidden, indices = embed(source, tokens).hidden[0], None
     offsets, kept, chosen = torch.tensor([0, LENGTH]), [], []
     hidden.requires_grad_()
     x = hidden

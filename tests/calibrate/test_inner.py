@@ -20,6 +20,7 @@ from calibrate.inner import Sums
 from calibrate.job import Place
 from calibrate.observe import Statistics
 from calibrate.products import Stack
+from calibrate.states import States, advance, embed, forward
 from glm5q import names, pipeline, quant
 from glm5q.checkpoint import open_checkpoint
 from glm5q.config import ModelConfig
@@ -177,7 +178,7 @@ def asked(source: Path, output: Path, texts: Texts, **steps: Any) -> CalibrateOp
     )  # fmt: skip
 
 
-def lost(source: Path, written: Path, states: run.States) -> Tensor:
+def lost(source: Path, written: Path, states: States) -> Tensor:
     """|W' g - W h|^2 / |W h|^2 of layer 1's experts on held-out windows, from the files."""
     config: ModelConfig = open_checkpoint(source).config
     weights, made = runnable(open_checkpoint(source).layer(1)), runnable(open_any(written).layer(1))
@@ -200,7 +201,7 @@ def lost(source: Path, written: Path, states: run.States) -> Tensor:
                 squares[0, i] += (got - wanted).double().square().sum()
                 squares[1, i] += wanted.double().square().sum()
 
-    run.forward(config, weights, states, Measures(), range(WINDOWS - HELD_OUT, WINDOWS))
+    forward(config, weights, states, Measures(), range(WINDOWS - HELD_OUT, WINDOWS))
     return squares[0] / squares[1].clamp(min=1e-30)
 
 
@@ -210,9 +211,9 @@ def test_no_expert_loses_and_some_gain(
     """After both products, against the run without; the first layers of both are equal."""
     source = open_checkpoint(glm52)
     text = load_windows(texts[0], glm52, source.config.vocab_size, LENGTH, WINDOWS, 0).tokens
-    states = run.embed(source, text)
+    states = embed(source, text)
     first = runnable(open_any(plain.checkpoint).layer(0))
-    states = run.advance(source.config, 0, first, states)
+    states = advance(source.config, 0, first, states)
     after, before = (lost(glm52, f.checkpoint, states) for f in (finished, plain))
     assert bool((after <= before * 1.0001).all())
     record = finished.run.layers[1].experts

@@ -13,6 +13,7 @@ import yaml
 
 from calibrate import candidates, guidance, run, shelf, states, store
 from calibrate.evaluate import evaluate
+from calibrate.states import States, chunks
 from glm5q import pipeline
 from glm5q.checkpoint import open_checkpoint
 from glm5q.errors import OutputError, UserError
@@ -244,13 +245,13 @@ def test_inputs_that_a_disk_has_no_room_for_are_refused_at_once(tmp_path: Path) 
 def test_halved_states_keep_their_indices() -> None:
     """Ten windows of four tokens in chunks of three become chunks of two, then of one."""
     indices = torch.arange(10 * 4 * 2).view(-1, 2)
-    whole = run.States(torch.zeros(10, 4, 8), indices.split(3 * 4), chunk_tokens=3 * 4)
+    whole = States(torch.zeros(10, 4, 8), indices.split(3 * 4), chunk_tokens=3 * 4)
     halved = whole.halved()
     assert halved.windows_at_once == 2
     halved = halved.halved()
     assert halved.windows_at_once == 1
     assert halved.indices is not None
-    for number, windows in run.chunks(halved):
+    for number, windows in chunks(halved):
         rows = slice(windows.start * 4, windows.stop * 4)
         assert torch.equal(halved.indices[number], indices[rows])
 

@@ -9,9 +9,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from calibrate import run
 from calibrate.data import load_windows
 from calibrate.observe import HeldOutErrors, Statistics
+from calibrate.states import States, advance, embed, forward
 from glm5q import names, pipeline, quant
 from glm5q.checkpoint import Checkpoint, open_checkpoint
 from glm5q.formats.quantized import open_any
@@ -75,11 +75,11 @@ def finished(
     return pipeline.calibrate(options(glm52, output, texts, request.param))[0]
 
 
-def embedded(source: Checkpoint, texts: Texts) -> run.States:
+def embedded(source: Checkpoint, texts: Texts) -> States:
     """What the run's first layer was given."""
     vocabulary = source.config.vocab_size
     windows = load_windows(texts[0], source.root, vocabulary, LENGTH, WINDOWS, 0)
-    return run.embed(source, windows.tokens)
+    return embed(source, windows.tokens)
 
 
 def test_record_is_of_the_stream_that_was_written(
@@ -90,8 +90,8 @@ def test_record_is_of_the_stream_that_was_written(
     config, states = source.config, embedded(source, texts)
     for number in range(config.num_hidden_layers):
         before = states.hidden[-HELD_OUT:]
-        exact = run.advance(config, number, runnable(source.layer(number)), states)
-        states = run.advance(config, number, runnable(written.layer(number)), states)
+        exact = advance(config, number, runnable(source.layer(number)), states)
+        states = advance(config, number, runnable(written.layer(number)), states)
         reference = exact.hidden[-HELD_OUT:]
         error = (states.hidden[-HELD_OUT:] - reference).norm() / (reference - before).norm()
         assert finished.run.layers[number].error == pytest.approx(float(error), rel=1e-3)
@@ -103,7 +103,7 @@ def test_choice_is_at_least_as_good_as_rounding(
     """On the held-out tokens, the written gate and up projections lose less than plain rounding."""
     source, written = open_checkpoint(glm52), open_any(finished.checkpoint)
     config, states = source.config, embedded(source, texts)
-    states = run.advance(config, 0, runnable(written.layer(0)), states)
+    states = advance(config, 0, runnable(written.layer(0)), states)
     exact, coded = source.layer(1), written.layer(1).matrices[names.GATE_UP]
     weights = runnable(exact)
     assert isinstance(coded, Codes)
@@ -115,7 +115,7 @@ def test_choice_is_at_least_as_good_as_rounding(
         {names.GATE_UP: {"plain": plain, "chosen": chosen}}, {names.GATE_UP: "fp8"}
     )
     held = range(WINDOWS - HELD_OUT, WINDOWS)
-    run.forward(config, weights, states, errors, held)
+    forward(config, weights, states, errors, held)
     total = {k: float(v.sum()) for (_, k), v in errors.squared.items()}
     assert total["chosen"] < 0.95 * total["plain"]
     recorded = next(m for m in finished.run.layers[1].matrices if m.module == names.GATE_UP)

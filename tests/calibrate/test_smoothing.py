@@ -15,8 +15,10 @@ from calibrate import run, smoothing
 from calibrate.block import decoder_layer
 from calibrate.candidates import Candidates
 from calibrate.folds import as_folded
+from calibrate.job import Job, Place
 from calibrate.methods import gram_paths, plan_layer
 from calibrate.observe import HeldOutErrors, Statistics
+from calibrate.states import embed, forward
 from glm5q import names, pipeline
 from glm5q.checkpoint import open_checkpoint
 from glm5q.config import parse_config
@@ -151,11 +153,11 @@ def test_not_where_a_reader_could_not_follow(uneven: Path) -> None:
     raw["weights"]["shared_expert"] = raw["weights"]["shared_expert"] | {"activation": None}
     source = open_checkpoint(uneven)
     config, asked = source.config, files.validated(raw, "h200")
-    states = run.embed(source, torch.arange(2 * LENGTH).view(2, LENGTH))
+    states = embed(source, torch.arange(2 * LENGTH).view(2, LENGTH))
     layer = source.layer(1)
     weights = runnable(layer)
     statistics = Statistics(gram_paths(asked, 1, config))
-    run.forward(config, weights, states, statistics)
+    forward(config, weights, states, statistics)
     statistics.complete()
     plan = plan_layer(layer, weights, statistics, asked, config)
     folded = {path for path, found in plan.candidates.items() if found.folds}
@@ -252,7 +254,7 @@ def test_a_resumed_run_is_byte_equal(
     asked = replace(written, output=tmp_path / "out")
     original = run.quantize
 
-    def stops(source: run.Source, layer: Layer, job: run.Job, place: run.Place) -> object:
+    def stops(source: run.Source, layer: Layer, job: Job, place: Place) -> object:
         if layer.number == 2:
             raise KeyboardInterrupt
         return original(source, layer, job, place)

@@ -12,12 +12,12 @@ import torch
 import yaml
 from torch import Tensor
 
-from calibrate import run
 from calibrate.data import load_windows
 from calibrate.gptq import gptq, layer_mean
 from calibrate.observe import Statistics, capped
 from calibrate.ranges import EXACT, Ranges
 from calibrate.rtn import search_scale
+from calibrate.states import advance, embed, forward
 from glm5q import names, pipeline, quant
 from glm5q.checkpoint import Checkpoint, open_checkpoint
 from glm5q.errors import RecipeError
@@ -187,12 +187,12 @@ def test_every_token_counts_once(padded: tuple[Checkpoint, Tensor]) -> None:
     """However the windows are chunked; a routed token once an expert that it was sent to."""
     source, tokens = padded
     config = source.config
-    states = run.embed(source, tokens)
-    states = run.advance(config, 0, runnable(source.layer(0)), states)
+    states = embed(source, tokens)
+    states = advance(config, 0, runnable(source.layer(0)), states)
     weights = runnable(source.layer(1))
     for at_once in (1, 4, WINDOWS):
         statistics = Statistics({names.DOWN, names.GATE_UP})
-        run.forward(config, weights, replace(states, chunk_tokens=at_once * LENGTH), statistics)
+        forward(config, weights, replace(states, chunk_tokens=at_once * LENGTH), statistics)
         count = WINDOWS * LENGTH
         assert statistics.of("self_attn.o_proj").tokens.tolist() == [count]
         for path in (names.GATE_UP, names.DOWN):

@@ -18,6 +18,7 @@ from calibrate.block import decoder_layer
 from calibrate.folds import as_folded
 from calibrate.mixtures import rounded
 from calibrate.observe import Folded, HeldOutErrors
+from calibrate.states import embed
 from glm5q import names, pipeline, quant
 from glm5q.checkpoint import open_checkpoint
 from glm5q.config import parse_config
@@ -124,7 +125,7 @@ def test_the_budget_search_tries_no_fold(uneven: Path) -> None:
     """It puts single matrices beside the source's others, which make up for nothing."""
     source = open_checkpoint(uneven)
     config, layer = source.config, source.layer(LAYER)
-    states = run.embed(source, torch.arange(2 * LENGTH).view(2, LENGTH))
+    states = embed(source, torch.arange(2 * LENGTH).view(2, LENGTH))
     found = []
     for asked in (recipe("h200", []), recipe("h200", ALPHAS, (0.5,))):
         plans = {Role.ROUTED_EXPERT: (asked.weights[Role.ROUTED_EXPERT],)}

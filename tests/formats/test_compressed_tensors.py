@@ -152,7 +152,7 @@ def test_transformers_loads_every_weight_bit_equal(shape: str) -> None:
 
 
 def test_transformers_logits_equal_the_stream(tmp_path: Path) -> None:
-    from calibrate import run as streaming
+    from calibrate.states import advance, embed
 
     folder = outputs.copy(outputs.quantized("h200", "glm52"), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(
@@ -164,12 +164,12 @@ def test_transformers_logits_equal_the_stream(tmp_path: Path) -> None:
     quantized = open_any(folder, latent_norm_eps=1e-6)
     config = quantized.config
     tokens = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(0))
-    states = streaming.embed(quantized, tokens)
+    states = embed(quantized, tokens)
     for number in range(config.num_hidden_layers):
         weights = runnable(
             quantized.layer(number), stored_dtype=torch.bfloat16, quantize_activations=False
         )
-        states = streaming.advance(config, number, weights, states)
+        states = advance(config, number, weights, states)
     norm = quantized.top_tensor(names.FINAL_NORM).float()
     normed = torch.nn.functional.rms_norm(states.hidden, norm.shape, norm, config.rms_norm_eps)
     mine = normed @ quantized.top_tensor(names.LM_HEAD).float().t()

@@ -13,8 +13,8 @@ from torch import Tensor
 pytest.importorskip("onnx", reason="not run: the onnx extra is not installed")
 runtime = pytest.importorskip("onnxruntime", reason="not run: onnxruntime is not installed")
 
-from calibrate import run as streaming  # noqa: E402
 from calibrate.block import LayerOutput  # noqa: E402
+from calibrate.states import States, advance, embed, forward  # noqa: E402
 from glm5q.formats import onnx_graph  # noqa: E402
 from glm5q.formats.export import open_ours  # noqa: E402
 from glm5q.formats.quantized import QuantizedCheckpoint  # noqa: E402
@@ -43,12 +43,12 @@ def tokens() -> Tensor:
     return torch.randint(0, 256, (1, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-def stream(checkpoint: QuantizedCheckpoint, layers: int) -> streaming.States:
+def stream(checkpoint: QuantizedCheckpoint, layers: int) -> States:
     """Returns our stream's states before layer `layers`."""
-    states = streaming.embed(checkpoint, tokens())
+    states = embed(checkpoint, tokens())
     for number in range(layers):
         weights = runnable(checkpoint.layer(number))
-        states = streaming.advance(checkpoint.config, number, weights, states)
+        states = advance(checkpoint.config, number, weights, states)
     return states
 
 
@@ -71,7 +71,7 @@ def test_a_layer_equals_the_stream(recipe: str, number: int, tmp_path: Path) -> 
     states = stream(checkpoint, number)
     found: list[LayerOutput] = []
     weights = runnable(checkpoint.layer(number))
-    streaming.forward(checkpoint.config, weights, states, each=lambda _, out: found.append(out))
+    forward(checkpoint.config, weights, states, each=lambda _, out: found.append(out))
     folder = export(recipe, tmp_path / "onnx", "--layers", str(number))
     hidden, selected = session(folder).run(
         ["hidden_out", f"selected_{number}"], {"hidden": states.hidden[0].numpy()}
