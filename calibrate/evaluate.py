@@ -16,12 +16,21 @@ from calibrate import selection
 from calibrate.block import LayerOutput, Observer
 from calibrate.logits import Head, argmax, compare_predictions, mean_kl
 from calibrate.selection import Recall, SelectionMap, index_overlap
-from calibrate.states import FLOAT32_CHUNK_TOKENS, Progress, advance, embed, mtp_states, silent
+from calibrate.states import (
+    FLOAT32_CHUNK_TOKENS,
+    Progress,
+    States,
+    advance,
+    embed,
+    mtp_states,
+    silent,
+    with_less,
+)
 from fused_ops.expert_gemm.reference import expert_gemm
 from glm5q import names, quant
 from glm5q.layer import Layer, Weights, runnable
 from glm5q.stream import LayerSource, layers
-from glm5q.types import Role
+from glm5q.types import Fallback, Role
 
 BOOTSTRAP_SAMPLES = 2000
 
@@ -59,7 +68,8 @@ class Comparison:
 
     `token_kl` [windows, positions]; `nll` [2, windows, positions - 1] and `argmax` [2, windows,
     positions] are the source's and the quantized stream's. `draft` is (agreement, acceptance of the
-    source's draft, of the quantized one's), None where either lacks an MTP layer.
+    source's draft, of the quantized one's), None where either lacks an MTP layer. `fallbacks` say
+    where device memory ran out.
     """
 
     token_kl: Tensor
@@ -69,6 +79,7 @@ class Comparison:
     indexer: IndexerComparison
     draft: tuple[float, float, float] | None
     time_s: float
+    fallbacks: tuple[Fallback, ...]
 
 
 def bootstrap_interval(window_means: Tensor, seed: int = 0) -> tuple[float, float]:
@@ -117,6 +128,7 @@ def evaluate(
         run.indexer(),
         draft,
         time.perf_counter() - started,
+        tuple(run.fallbacks),
     )
 
 
@@ -138,6 +150,7 @@ class _Evaluation:
         self.right = embed(quantized, tokens, device, FLOAT32_CHUNK_TOKENS)
         self.heads = Head(source, device), Head(quantized, device)
         self.compared: list[LayerComparison] = []
+        self.fallbacks: list[Fallback] = []
         self._sizes = selection.recall_sizes(self.config.index_topk, tokens.shape[1])
         self._mapped = selection.mapped_layers(self.config)
         self._overlap: dict[int, list[float | None]] = {}
@@ -165,23 +178,19 @@ class _Evaluation:
     def _advance(self, mine: Layer, theirs: Layer) -> tuple[SourceWatch, _Choices]:
         """Moves both streams on, in chunks of half as many windows where memory runs out."""
         number, config, length = mine.number, self.config, self.tokens.shape[1]
-        left = runnable(mine, device=self.device)
-        right = self._runnable(theirs)
+        weights = runnable(mine, device=self.device), self._runnable(theirs)
         roles = {m.path: m.role for m in names.layer_modules(config, number)}
-        while True:
-            watch = SourceWatch(right, roles, Recall(length, self._sizes))
+
+        def both(left: States) -> tuple[SourceWatch, _Choices]:
+            watch = SourceWatch(weights[1], roles, Recall(length, self._sizes))
             choices = _Choices(length, number in self._mapped)
-            try:
-                after = advance(config, number, left, self.left, watch, choices.keep)
-                self.right = advance(config, number, right, self.right, None, choices.compare)
-                self.left = after
-                return watch, choices
-            except torch.OutOfMemoryError:
-                if self.left.windows_at_once == 1:
-                    raise
-            self.left, self.right = self.left.halved(), self.right.halved()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            right = self.right if left is self.left else self.right.in_chunks(left.windows_at_once)
+            after = advance(config, number, weights[0], left, watch, choices.keep)
+            self.right = advance(config, number, weights[1], right, None, choices.compare)
+            self.left = after
+            return watch, choices
+
+        return with_less(self.left, number, both, self.fallbacks, "evaluation")
 
     def _runnable(self, layer: Layer) -> Weights:
         return runnable(layer, device=self.device, quantize_activations=self.quantize_activations)

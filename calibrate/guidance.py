@@ -42,9 +42,11 @@ from glm5q import names
 from glm5q.config import ModelConfig
 from glm5q.layer import Weights, runnable
 from glm5q.stream import LayerSource, layers
+from glm5q.types import Fallback
 
+DOING = "guidance"
 SEED = 0  # of the tokens drawn from the model
-GRADIENT_TOKENS = 16384  # of which a GPU takes gradients at once: 7 GB; more is no faster
+GRADIENT_TOKENS = {"cuda": 16384}  # taken at once: 7 GB, more is no faster; elsewhere one window
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,17 @@ class Guidance:
         return torch.where(match.any(1), weight, torch.ones_like(weight))
 
 
+@dataclass(frozen=True)
+class Guided:
+    """`layers` are each decoder layer's guidance, None where there are no routed experts.
+
+    `fallbacks` say where device memory ran out.
+    """
+
+    layers: tuple[Guidance | None, ...] = ()
+    fallbacks: tuple[Fallback, ...] = ()
+
+
 def guide(
     source: LayerSource,
     tokens: Tensor,
@@ -83,8 +96,8 @@ def guide(
     store: Store = IN_MEMORY,
     share: Share | None = None,
     ranks: Ranks = ALONE,
-) -> list[Guidance | None]:
-    """Returns the guidance of every decoder layer, None where there are no routed experts.
+) -> Guided:
+    """Returns what guides the rounding of every decoder layer.
 
     `tokens` int64 [windows, sequence_length] are all windows; of them this process sweeps over
     those of its `share`. A Shelf keeps one hidden state a layer; weights of two layers at a time
@@ -95,21 +108,24 @@ def guide(
     dtype = _dtype(device)
     states = embed(source, tokens, device, share=share, store=store)
     inputs = Shelf(config.num_hidden_layers, store)
+    fallbacks: list[Fallback] = []
     for layer in layers(source.layer, range(config.num_hidden_layers)):
         progress(f"guidance, layer {layer.number}", layer.number, total)
         inputs.put(states)
         weights = runnable(layer, dtype, device)
         run = partial(advance, config, layer.number, weights)
-        states = with_less(states, layer.number, run)
+        states = with_less(states, layer.number, run, fallbacks, DOING)
     gradient = _loss_gradient(source, states, device, store)
     del states  # with chunks of it that a GPU keeps near
     guidance: list[Guidance | None] = []
     for layer in layers(source.layer, range(config.num_hidden_layers - 1, -1, -1)):
         progress(f"guidance, layer {layer.number}", total - 1 - layer.number, total)
         weights = runnable(layer, dtype, device)
-        gradient, found = backward(config, weights, inputs.take(), gradient, ranks)
+        gradient, found = backward(
+            config, layer.number, weights, inputs.take(), gradient, ranks, fallbacks
+        )
         guidance.append(found)
-    return guidance[::-1]
+    return Guided(tuple(guidance[::-1]), tuple(fallbacks))
 
 
 def _dtype(device: str) -> torch.dtype:
@@ -165,31 +181,47 @@ class _Slopes:
 
 
 def backward(
-    config: ModelConfig, weights: Weights, states: States, gradient: Tensor, ranks: Ranks = ALONE
+    config: ModelConfig,
+    number: int,
+    weights: Weights,
+    states: States,
+    gradient: Tensor,
+    ranks: Ranks,
+    fallbacks: list[Fallback],
 ) -> tuple[Tensor, Guidance | None]:
-    """Returns (gradient at the layer's input, its guidance), a few windows at a time.
+    """Returns (gradient at layer `number`'s input, its guidance), a few windows at a time.
 
     `gradient` [windows, sequence_length, hidden] is at its output, and written over. All `ranks`
-    must come here: the weights' mean is that of all their windows.
+    must come here: the weights' mean is that of all their windows. Out of device memory it goes on
+    from the first window left, with fewer at a time, and adds that to `fallbacks`.
     """
     windows, length, _ = gradient.shape
     device = next(iter(weights.vectors.values())).device
-    on_gpu = device.type == "cuda"
-    inputs = states.at_most(max(1, GRADIENT_TOKENS // length) if on_gpu else 1)
-    outputs = replace(inputs, hidden=gradient)
-    landing = torch.cuda.Stream(device) if on_gpu and not gradient.is_cuda else None
+    inputs = states.at_most(max(1, GRADIENT_TOKENS.get(device.type, 0) // length))
+    away = device.type == "cuda" and not gradient.is_cuda
+    landing = torch.cuda.Stream(device) if away else None
     chosen: list[Tensor] = []
     squares: dict[str, list[Tensor]] = {}
-    both = (moved(part, range(windows), device) for part in (inputs, outputs))
-    for (_, part, hidden), (_, _, after) in zip(*both, strict=True):
-        indices = _indices_of(states, part, length, device)
-        after = after.flatten(0, 1)
-        found = _slopes(config, weights, hidden.flatten(0, 1), indices, after, length)
-        land(gradient[part], found.x, landing)
-        if found.experts is not None:
-            chosen.append(found.experts.to(torch.int16))
-        for path, square in found.squares.items():
-            squares.setdefault(path, []).append(square)
+    done = 0
+
+    def rest(inputs: States) -> None:
+        nonlocal done
+        outputs = replace(inputs, hidden=gradient)
+        both = (moved(part, range(done, windows), device) for part in (inputs, outputs))
+        for (_, part, hidden), (_, _, after) in zip(*both, strict=True):
+            indices = _indices_of(states, part, length, device)
+            after = after.flatten(0, 1)
+            found = _slopes(config, weights, hidden.flatten(0, 1), indices, after, length)
+            experts = None if found.experts is None else found.experts.to(torch.int16)
+            # Nothing takes device memory from here on: a window is done whole or not at all.
+            land(gradient[part], found.x, landing)
+            if experts is not None:
+                chosen.append(experts)
+            for path, square in found.squares.items():
+                squares.setdefault(path, []).append(square)
+            done = part.stop
+
+    with_less(inputs, number, rest, fallbacks, DOING)
     if landing is not None:
         landing.synchronize()
     if not chosen:

@@ -337,14 +337,10 @@ def with_room(job: Job, number: int, make: Callable[[], Made]) -> Made:
     """Returns make(), as with_less does; smaller chunks stay the job's, and the record says so."""
 
     def tried(states: States) -> Made:
-        if states is not job.states:
-            job.states = states
-            tokens = states.windows_at_once * states.hidden.shape[1]
-            action = f"chunks of {tokens} tokens"
-            job.fallbacks.append(Fallback(number, "forward", "device out of memory", action))
+        job.states = states
         return make()
 
-    return with_less(job.states, number, tried)
+    return with_less(job.states, number, tried, job.fallbacks)
 
 
 class UpdateError:

@@ -26,6 +26,7 @@ from glm5q.config import ModelConfig
 from glm5q.errors import CheckpointError, UserError
 from glm5q.layer import Weights
 from glm5q.stream import LayerSource
+from glm5q.types import Fallback
 
 CHUNK_TOKENS = 8192  # tokens run at once
 DEVICE_CHUNK_TOKENS = 65536  # on a GPU: 2048 rows an expert, so that adding to a Gram is cheap
@@ -138,8 +139,12 @@ class States:
         return replace(self, hidden=hidden, indices=indices, spare=spare, near=None)
 
     def halved(self) -> States:
-        """Returns the same states in chunks of half as many windows, none of them kept near."""
-        found = replace(self.at_most((self.windows_at_once + 1) // 2), near=None)
+        """Returns the same states in chunks of half as many windows."""
+        return self.in_chunks((self.windows_at_once + 1) // 2)
+
+    def in_chunks(self, windows: int) -> States:
+        """Returns the same states and indices in chunks of at most `windows`, none kept near."""
+        found = replace(self.at_most(windows), near=None)
         if self.indices is None:
             return found
         sizes = [(end - start) * self.hidden.shape[1] for start, end in pairwise(found.bounds)]
@@ -321,10 +326,17 @@ def check_finite(number: int, *finite: Tensor) -> None:
 Made = TypeVar("Made")
 
 
-def with_less(states: States, number: int, make: Callable[[States], Made]) -> Made:
+def with_less(
+    states: States,
+    number: int,
+    make: Callable[[States], Made],
+    fallbacks: list[Fallback],
+    doing: str = "forward",
+) -> Made:
     """Returns make(states); out of device memory, again in chunks of half as many windows.
 
-    Raises UserError naming the layer where one window is too much.
+    Each time is added to `fallbacks`. Raises UserError naming the layer where one window is too
+    much.
     """
     while True:
         try:
@@ -339,6 +351,10 @@ def with_less(states: States, number: int, make: Callable[[States], Made]) -> Ma
         if torch.cuda.is_available():  # outside the handler, whose traceback holds tensors
             torch.cuda.empty_cache()
         states = states.halved()
+        tokens = states.windows_at_once * states.hidden.shape[1]
+        fallbacks.append(
+            Fallback(number, doing, "device out of memory", f"chunks of {tokens} tokens")
+        )
 
 
 def advance(

@@ -212,7 +212,9 @@ def _guidance(config: ModelConfig, layer: Layer, job: Job, place: Place) -> list
         inputs = Shelf(1, job.states.store)
         inputs.put(job.states)
         gradient = advance(config, layer.number, weights, job.states).hidden
-        found = backward(config, weights, inputs.take(), gradient, place.ranks)[1]
+        found = backward(
+            config, layer.number, weights, inputs.take(), gradient, place.ranks, job.fallbacks
+        )[1]
     return [*[None] * layer.number, found]
 
 

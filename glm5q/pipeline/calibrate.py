@@ -16,7 +16,7 @@ from torch import Tensor
 from calibrate import run
 from calibrate.data import Windows, load_windows
 from calibrate.evaluate import evaluate
-from calibrate.guidance import Guidance, guide
+from calibrate.guidance import Guided, guide
 from calibrate.job import Job, Place
 from calibrate.ranks import joined
 from calibrate.shares import Share
@@ -218,10 +218,10 @@ def _guidance(
     place: Place,
     store: Store,
     progress: Progress,
-) -> Sequence[Guidance | None]:
+) -> Guided:
     """Returns the end loss's weights, of the source alone: once for all that want them."""
     if not any(data.guided(recipe, source) for recipe in recipes):
-        return ()
+        return Guided()
     tokens = data.calibration.tokens
     share = data.share(tokens, place)
     return guide(source, tokens, progress, place.device, store, share, place.ranks)
@@ -252,16 +252,17 @@ def _job(
     data: _Data,
     place: Place,
     store: Store,
-    guidance: Sequence[Guidance | None],
+    guidance: Guided,
 ) -> Job:
     text = data.text(recipe, source)
 
     def embedded() -> States:
         return embed(source, text, place.device, share=data.share(text, place), store=store)
 
-    guidance = guidance if data.guided(recipe, source) else ()
+    guidance = guidance if data.guided(recipe, source) else Guided()
     own = embedded() if recipe.steps.correction else None
-    return Job(recipe, writer, embedded(), text, guidance, own)
+    fallbacks = list(guidance.fallbacks)
+    return Job(recipe, writer, embedded(), text, guidance.layers, own, fallbacks=fallbacks)
 
 
 def _adjusted(recipe: Recipe, options: CalibrateOptions) -> Recipe:
@@ -444,6 +445,7 @@ def _report(
         notes.append(f"short text: {added} windows with exchanged tokens were added{guided}")
     if size := max(one["filed"] for one in seen):
         notes.append(f"hidden states lay in files, {size / 1e9:.3g} GB a layer: memory was limited")
+    notes += describe.fallbacks(comparison)
     finished = records.RunRecord(
         kind="calibrate",
         created=describe.now(),

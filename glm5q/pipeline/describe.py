@@ -85,6 +85,14 @@ def accuracy(
     )
 
 
+def fallbacks(comparison: Comparison) -> list[str]:
+    """Returns a line for each time that evaluation ran out of device memory."""
+    return [
+        f"{one.module}, layer {one.layer}: {one.reason}, {one.action}"
+        for one in comparison.fallbacks
+    ]
+
+
 def _indexer(found: IndexerComparison, length: int, config: ModelConfig) -> measures.Indexer:
     recall = [
         measures.RecallPoint(

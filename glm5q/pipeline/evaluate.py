@@ -58,6 +58,7 @@ def compare_checkpoints(
     text = load_windows(file, source, left.config.vocab_size, sequence_length, windows, seed)
     content_hash = scan(left, progress)
     comparison = evaluate(left, right, text.tokens, progress, quantize_activations, device)
+    notes += describe.fallbacks(comparison)
     finished = records.RunRecord(
         kind="evaluate",
         created=describe.now(),

@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from calibrate import block, row_gradients, rows
 from calibrate.guidance import backward
+from calibrate.ranks import ALONE
 from calibrate.states import States
 from glm5q import names
 from glm5q.checkpoint import open_checkpoint
@@ -140,7 +141,7 @@ def layer(raw: dict[str, object]) -> float:
     for kernels in (True, False):
         rows.fused = lambda _x, answer=kernels: answer
         block._Run._attends_all = lambda *_, answer=kernels: LENGTH * answer
-        gradient, guidance = backward(source.config, weights, states, slope.clone())
+        gradient, guidance = backward(source.config, 1, weights, states, slope.clone(), ALONE, [])
         assert guidance is not None
         answers.append([gradient, guidance.experts.float(), *guidance.weights.values()])
         assert list(guidance.weights) == [names.GATE_UP, names.DOWN]

@@ -15,6 +15,7 @@ from calibrate.states import States, embed, share_out
 from glm5q import names
 from glm5q.checkpoint import open_checkpoint
 from glm5q.layer import runnable
+from glm5q.types import Fallback
 from tests import small
 
 LENGTH = 40
@@ -33,7 +34,7 @@ def test_equals_one_graph(tmp_path: Path, raw: dict[str, object]) -> None:
     source = open_checkpoint(small.write_checkpoint(tmp_path, raw))
     config = source.config
     tokens = torch.randint(0, 256, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-    found = guide(source, tokens)
+    found = guide(source, tokens).layers
     hidden, indices = embed(source, tokens).hidden[0], None
     offsets, kept, chosen = torch.tensor([0, LENGTH]), [], []
     hidden.requires_grad_()
@@ -106,13 +107,13 @@ def test_a_process_weighs_its_own_windows_as_one_alone_does(
     monkeypatch.setattr(guidance, "_mean", lambda *_: torch.ones(()))
     source = open_checkpoint(small.write_checkpoint(tmp_path, small.GLM52))
     tokens = torch.randint(0, 256, (5, LENGTH), generator=torch.Generator().manual_seed(0))
-    alone = guide(source, tokens, share=share_out(5, 2, LENGTH))
+    alone = guide(source, tokens, share=share_out(5, 2, LENGTH)).layers
     seen = 0
     for rank in (0, 1):
         share = share_out(5, 2, LENGTH, ranks=Ranks(rank, 2))
         own = share.of(torch.arange(5 * LENGTH).view(5, LENGTH)).flatten()
         seen += len(own)
-        for mine, whole in zip(guide(source, tokens, share=share), alone, strict=True):
+        for mine, whole in zip(guide(source, tokens, share=share).layers, alone, strict=True):
             assert (mine is None) == (whole is None)
             if mine is None or whole is None:
                 continue
@@ -120,6 +121,38 @@ def test_a_process_weighs_its_own_windows_as_one_alone_does(
             for path, weights in mine.weights.items():
                 assert torch.equal(weights, whole.weights[path][own])
     assert seen == tokens.numel()
+
+
+def test_a_gradient_without_room_goes_on_in_smaller_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first window left: what was written over is not taken for a gradient again."""
+    source = open_checkpoint(small.write_checkpoint(tmp_path, small.GLM52))
+    tokens = torch.randint(0, 256, (7, LENGTH), generator=torch.Generator().manual_seed(0))
+    original, sizes = guidance._slopes, []
+
+    def slopes(config, weights, hidden, *rest):  # type: ignore[no-untyped-def]
+        sizes.append(len(hidden) // LENGTH)
+        if len(sizes) == 2:
+            raise torch.OutOfMemoryError("planted")
+        return original(config, weights, hidden, *rest)
+
+    monkeypatch.setitem(guidance.GRADIENT_TOKENS, "cpu", 4 * LENGTH)
+    whole = guide(source, tokens)
+    monkeypatch.setattr(guidance, "_slopes", slopes)
+    found = guide(source, tokens)
+    last = source.config.num_hidden_layers - 1
+    assert sizes[:5] == [4, 3, 2, 1, 4]
+    assert whole.fallbacks == ()
+    assert found.fallbacks == (
+        Fallback(last, "guidance", "device out of memory", f"chunks of {2 * LENGTH} tokens"),
+    )
+    for mine, other in zip(found.layers, whole.layers, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None and other is not None:
+            assert torch.equal(mine.experts, other.experts)
+            for path, weights in mine.weights.items():
+                torch.testing.assert_close(weights, other.weights[path], rtol=1e-4, atol=1e-5)
 
 
 def test_weights_have_a_mean_of_one_over_all_processes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,18 @@ def test_one_window_without_room_is_the_users_to_mend(
     with pytest.raises(UserError, match="smaller --sequence-length"):
         pipeline.calibrate(options(glm52, tmp_path / "out", texts))
     assert not list((tmp_path / "out").glob("*.json"))
+
+
+def test_one_window_of_evaluation_without_room_is_the_users_to_mend(
+    glm52: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decoder_layer(*_arguments):  # type: ignore[no-untyped-def]
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(states, "decoder_layer", decoder_layer)
+    source = open_checkpoint(glm52)
+    with pytest.raises(UserError, match=r"layer 0: .*memory is too small for 32 tokens"):
+        evaluate(source, source, torch.zeros(4, 32, dtype=torch.int64))
 
 
 def test_rounding_without_room_takes_fewer_matrices(
@@ -193,8 +206,14 @@ def test_guidance_without_room_runs_in_smaller_chunks(
         pipeline.calibrate(asking(glm52, tmp_path / "small", texts, guidance=True))
     monkeypatch.setattr(states, "CHUNK_TOKENS", 4 * most)
     monkeypatch.setattr(states, "decoder_layer", decoder_layer)
-    pipeline.calibrate(asking(glm52, tmp_path / "out", texts, guidance=True))
+    asked = asking(glm52, tmp_path / "out", texts, guidance=True)
+    finished = pipeline.calibrate(replace(asked, evaluation_windows=8))[0]
     assert files(tmp_path / "out") == files(tmp_path / "small")
+    said = [f for f in finished.run.fallbacks if "memory" in f.reason]
+    assert [(f.layer, f.module) for f in said] == [(0, "guidance")] * 2 + [(0, "forward")] * 2
+    notes = [note for note in finished.run.notes if note.startswith("evaluation, layer 0")]
+    assert notes
+    assert f"device out of memory, chunks of {2 * LENGTH} tokens" in notes[-1]
 
 
 def asking(source: Path, output: Path, texts: Texts, **steps: bool) -> pipeline.CalibrateOptions:
@@ -278,6 +297,7 @@ def test_evaluating_without_room_runs_in_smaller_chunks(
     monkeypatch.setattr(states, "decoder_layer", decoder_layer)
     found = evaluate(source, other, tokens)
     assert calls == 4
+    assert [(f.layer, f.action) for f in found.fallbacks] == [(1, f"chunks of {4 * LENGTH} tokens")]
     assert torch.allclose(found.token_kl, whole.token_kl, rtol=1e-3, atol=1e-5)
     assert len(found.layers) == len(whole.layers)
     for mine, theirs in zip(found.layers, whole.layers, strict=True):
