@@ -5,7 +5,8 @@ from glm5q.pipeline.bench import bench_options
 from glm5q.pipeline.bench import run as bench
 from glm5q.pipeline.bench_calibrate import BenchOptions, bench_calibrate
 from glm5q.pipeline.budget import BudgetOptions
-from glm5q.pipeline.calibrate import CalibrateOptions, calibrate, validate_recipe
+from glm5q.pipeline.calibrate import calibrate, validate_recipe
+from glm5q.pipeline.calibrate_options import CalibrateOptions
 from glm5q.pipeline.common import embedded_checkpoint
 from glm5q.pipeline.conformance import check_implementation
 from glm5q.pipeline.describe import Finished

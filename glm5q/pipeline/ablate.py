@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from calibrate.states import Progress, silent
-from glm5q.pipeline.calibrate import CalibrateOptions, calibrate
+from glm5q.pipeline.calibrate import calibrate
+from glm5q.pipeline.calibrate_options import CalibrateOptions
 from recipes import files
 from reports import comparison
 

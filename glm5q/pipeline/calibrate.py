@@ -6,38 +6,28 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from calibrate import run
-from calibrate.data import Windows, load_windows
 from calibrate.evaluate import evaluate
 from calibrate.guidance import Guided, guide
 from calibrate.job import Job, Place
 from calibrate.ranks import joined
-from calibrate.shares import Share
-from calibrate.states import Progress, States, embed, share_out, silent
+from calibrate.states import Progress, States, embed, silent
 from calibrate.store import Store
-from calibrate.top_up import topped_up
 from glm5q import formats
 from glm5q.checkpoint import Checkpoint, open_checkpoint
-from glm5q.errors import DataError, OutputError, RecipeError, UserError
+from glm5q.errors import OutputError, RecipeError, UserError
 from glm5q.formats.quantized import open_any
 from glm5q.formats.readme import readme
 from glm5q.pipeline import describe
-from glm5q.pipeline.budget import BudgetOptions, Spent, check_budget, spend
-from glm5q.pipeline.common import (
-    EVALUATION_WINDOWS,
-    check_device,
-    check_length,
-    check_same,
-    embedded_checkpoint,
-    scan,
-)
+from glm5q.pipeline.budget import Spent, check_budget, spend
+from glm5q.pipeline.calibrate_data import Data
+from glm5q.pipeline.calibrate_options import CalibrateOptions
+from glm5q.pipeline.common import check_device, check_same, scan
 from glm5q.pipeline.footprint import record_plan
 from glm5q.writer import Writer, check_free, file_sha256, open_writer
 from recipes import checks, files, schema
@@ -45,26 +35,6 @@ from recipes.schema import Recipe
 from reports import record as records
 from targets.base import check_recipe_dtypes
 from targets.machine import memory_bytes
-
-
-@dataclass(frozen=True)
-class CalibrateOptions:
-    """What `glm5q calibrate` was asked for. None takes the recipe's or the built-in choice."""
-
-    source: Path
-    recipes: tuple[str, ...]
-    output: Path
-    data: Path | None = None
-    evaluation_data: Path | None = None
-    windows: int | None = None
-    sequence_length: int | None = None
-    evaluation_windows: int = EVALUATION_WINDOWS
-    latent_norm_eps: float | None = None
-    effort: schema.Effort = "fast"
-    device: str = "cpu"
-    format: str | None = None
-    budget: BudgetOptions | None = None
-    hidden_gb: float | None = None
 
 
 def calibrate(options: CalibrateOptions, progress: Progress = silent) -> list[describe.Finished]:
@@ -93,7 +63,7 @@ def _calibrate(
     outputs = _outputs(options, recipes)
     for output in outputs if place.ranks.first else ():
         check_free(output)  # the next steps read the source in full
-    data = _Data.load(options, recipes[0], source)
+    data = Data.load(options, recipes[0], source)
     _check_processes(recipes, source, data, options, place)
     content_hash = _content_hash(source, place, progress)
     scanned = time.perf_counter()
@@ -125,7 +95,7 @@ def _calibrate(
 def _check_processes(
     recipes: Sequence[Recipe],
     source: Checkpoint,
-    data: _Data,
+    data: Data,
     options: CalibrateOptions,
     place: Place,
 ) -> None:
@@ -214,7 +184,7 @@ def _hidden_bytes(options: CalibrateOptions, place: Place) -> int | None:
 def _guidance(
     recipes: Sequence[Recipe],
     source: Checkpoint,
-    data: _Data,
+    data: Data,
     place: Place,
     store: Store,
     progress: Progress,
@@ -231,7 +201,7 @@ def _jobs(
     recipes: Sequence[Recipe],
     writers: Sequence[Writer],
     source: Checkpoint,
-    data: _Data,
+    data: Data,
     place: Place,
     store: Store,
     progress: Progress,
@@ -249,7 +219,7 @@ def _job(
     recipe: Recipe,
     writer: Writer,
     source: Checkpoint,
-    data: _Data,
+    data: Data,
     place: Place,
     store: Store,
     guidance: Guided,
@@ -325,70 +295,8 @@ def _outputs(options: CalibrateOptions, recipes: Sequence[Recipe]) -> list[Path]
     return [options.output / recipe.name for recipe in recipes]
 
 
-@dataclass(frozen=True)
-class _Data:
-    """Windows for statistics and choices, and others for evaluation, with their files' hashes."""
-
-    calibration: Windows
-    held_out: int
-    evaluation: Windows
-    hashes: tuple[str, str]
-
-    def text(self, recipe: Recipe, source: Checkpoint) -> Tensor:
-        """Returns what one recipe's streams run on: the calibration windows, topped up."""
-        tokens, vocabulary = self.calibration.tokens, source.config.vocab_size
-        return topped_up(tokens, self.held_out, recipe.steps.top_up, vocabulary)
-
-    def guided(self, recipe: Recipe, source: Checkpoint) -> bool:
-        """Whether a recipe asks for guidance, and its text was long enough not to be topped up."""
-        short = len(self.text(recipe, source)) > len(self.calibration.tokens)
-        return recipe.steps.guidance and not short
-
-    def share(self, text: Tensor, place: Place) -> Share:
-        """Returns which windows of a recipe's text are this process's."""
-        return share_out(len(text), self.held_out, text.shape[1], place.device, place.ranks)
-
-    @staticmethod
-    def load(options: CalibrateOptions, recipe: Recipe, source: Checkpoint) -> _Data:
-        plan = recipe.calibration
-        embedded = options.source.resolve() == embedded_checkpoint().resolve()
-        data = options.data or (embedded_checkpoint() / "calibration.jsonl" if embedded else None)
-        if data is None:
-            raise DataError("no calibration text", "give --data FILE (JSONL or plain text)")
-        apart = options.evaluation_data
-        if apart is None and options.data is None:
-            apart = embedded_checkpoint() / "heldout.jsonl"
-        reserved = 0 if apart else options.evaluation_windows
-        check_length(plan.sequence_length, source.config)
-        common = (options.source, source.config.vocab_size, plan.sequence_length)
-        windows = load_windows(data, *common, plan.windows + reserved, plan.seed)
-        if apart is None:
-            split = len(windows.tokens) - reserved
-            if split < 2 * reserved:
-                raise DataError(
-                    f"{data}: {len(windows.tokens)} windows, too few to evaluate on {reserved}",
-                    "give more text, --eval-data, or fewer --eval-windows",
-                )
-            windows, evaluation = windows.take(0, split), windows.take(split, split + reserved)
-        else:
-            evaluation = load_windows(apart, *common, options.evaluation_windows, plan.seed)
-        held_out = max(1, round(plan.held_out * len(windows.tokens)))
-        hashes = (file_sha256(data), file_sha256(apart or data))
-        if apart is not None and hashes[0] == hashes[1]:
-            raise DataError(f"{apart}: is the calibration text too", "evaluate on other text")
-        _check_apart(windows, evaluation, apart or data)
-        return _Data(windows, held_out, evaluation, hashes)
-
-
-def _check_apart(calibration: Windows, evaluation: Windows, file: Path) -> None:
-    """Raises DataError when a window of evaluation is one that calibration reads."""
-    seen = {tuple(window) for window in calibration.tokens.tolist()}
-    if any(tuple(window) in seen for window in evaluation.tokens.tolist()):
-        raise DataError(f"{file}: holds windows that calibration reads", "evaluate on other text")
-
-
 def _identity(
-    recipe: Recipe, content_hash: str, data: _Data, options: CalibrateOptions
+    recipe: Recipe, content_hash: str, data: Data, options: CalibrateOptions
 ) -> dict[str, str]:
     """What must be equal for a run to go on where another stopped."""
     return {
@@ -422,7 +330,7 @@ def _report(
     content_hash: str,
     job: Job,
     spent: Spent,
-    data: _Data,
+    data: Data,
     options: CalibrateOptions,
     times: dict[str, float],
     seen: Sequence[Mapping[str, Any]],

@@ -24,7 +24,7 @@ from glm5q.config import ModelConfig
 from glm5q.errors import RecipeError
 from glm5q.formats.quantized import open_any
 from glm5q.layer import Layer, Weights, runnable
-from glm5q.pipeline.calibrate import CalibrateOptions
+from glm5q.pipeline import CalibrateOptions
 from glm5q.verify import verify
 from recipes import files
 from tests.calibrate.test_ranks import shards

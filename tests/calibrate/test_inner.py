@@ -26,7 +26,7 @@ from glm5q.checkpoint import open_checkpoint
 from glm5q.config import ModelConfig
 from glm5q.formats.quantized import open_any
 from glm5q.layer import Codes, runnable
-from glm5q.pipeline.calibrate import CalibrateOptions
+from glm5q.pipeline import CalibrateOptions
 from glm5q.types import IntScheme
 from glm5q.verify import verify
 from recipes import files

@@ -18,7 +18,7 @@ from calibrate.top_up import topped_up
 from glm5q import quant
 from glm5q.errors import RecipeError
 from glm5q.formats.quantized import open_any
-from glm5q.pipeline.calibrate import CalibrateOptions, calibrate
+from glm5q.pipeline import CalibrateOptions, calibrate
 from glm5q.types import IntScheme
 from recipes import files
 from recipes.schema import Clip, TopUp
