@@ -125,3 +125,35 @@ def test_budget() -> None:
         change = f"({100 * (pair['ratio'] - 1):+.0f} %)"
         difference = thousandths(pair["difference"], pair["error"], "+")
         assert less == f"{difference} {change}".replace("-", MINUS)
+
+
+def test_caches_and_topk() -> None:
+    effects = record("effects-cpu.json")["effects"]
+    caches = {f"{one['part']}, {one['grid']}": one for one in effects["caches"]}
+    shown = after("| rounded alone |")
+    assert [row[0] for row in shown] == list(caches)
+    for label, kl, nbytes, plain in shown:
+        cache = caches[label]
+        assert kl == thousandths(cache["kl"], cache["kl_error"])
+        assert [nbytes, plain] == [str(cache["nbytes"]), str(cache["plain_nbytes"])]
+    shown = after("| `index_topk` |")
+    for (k, share, mass, kl, flop), point in zip(shown, effects["sweep"], strict=True):
+        assert k.removesuffix(", its own") == str(point["k"])
+        assert share == f"{round(200 * point['share']) / 2:g} %"
+        assert mass == percent(point["attention_mass"])
+        own = k.endswith("its own")
+        assert kl == ("0" if own else thousandths(point["kl"], point["kl_error"]))
+        assert flop == f"{point['flop'] / 1e6:.1f}"
+
+
+def test_stages_of_a_layer() -> None:
+    found = record("calibrate-h200.json")
+    one, two = found["result"], found["two_gpus"]["two"]
+    *stages, last = after("| stage | one GPU |")
+    for row, mine, theirs in zip(stages, one["stages"], two["stages"], strict=True):
+        assert mine["stage"] == theirs["stage"]
+        assert mine["stage"] in row[0]
+        times = (mine["time_s"], mine["floor_s"], theirs["time_s"])
+        assert row[1:] == [f"{time_s:.1f}" for time_s in times]
+    whole = [f"{one['layer_s']:.1f}", f"{one['floor_s']:.1f}", f"{two['layer_s']:.1f}"]
+    assert [cell.strip("*") for cell in last[1:]] == whole
