@@ -27,8 +27,8 @@ from calibrate.states import share_out
 from glm5q.errors import UserError
 from glm5q.pipeline.common import check_same, embedded_checkpoint
 from glm5q.writer import file_sha256
-from recipes import files
 from tests.commands import INDEX
+from tests.runs import command, small_run
 
 ROOT = Path(__file__).parents[2]
 ASKED = (
@@ -73,13 +73,13 @@ def test_two_ranks_give_the_codes_of_one(alone: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", ["guidance", "correction", "inner"])
 def test_two_ranks_weigh_the_tokens_that_one_does(step: str, tmp_path: Path) -> None:
     """By the end loss's weights, which are numbered through all windows; or in both streams."""
-    raw = yaml.safe_load(files.text("h200"))
+    asked = small_run(tmp_path)
+    recipe = Path(asked.recipes[0])
+    raw = yaml.safe_load(recipe.read_text())
     raw["efforts"]["fast"] = {"descent": 1, "guidance": False} | {step: True}
-    recipe = tmp_path / "asked.yaml"
-    recipe.write_text(yaml.safe_dump(raw | {"name": "asked"}))
-    asked = tuple(str(recipe) if word == "h200" else word for word in ASKED)
+    recipe.write_text(yaml.safe_dump(raw))
     for name, before in (("one", ()), ("two", (*TORCHRUN, 2))):
-        ended = python(*before, "-m", "glm5q", *asked, tmp_path / name)
+        ended = python(*before, "-m", "glm5q", *command(asked, tmp_path / name))
         assert ended.returncode == 0, ended.stderr
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
     layers = json.loads((tmp_path / "one" / "report.json").read_text())["layers"]
