@@ -212,13 +212,12 @@ def backward(
             indices = _indices_of(states, part, length, device)
             after = after.flatten(0, 1)
             found = _slopes(config, weights, hidden.flatten(0, 1), indices, after, length)
-            experts = None if found.experts is None else found.experts.to(torch.int16)
+            if found.experts is not None:
+                chosen.append(found.experts.to(torch.int16))
             # Nothing takes device memory from here on: a window is done whole or not at all.
-            land(gradient[part], found.x, landing)
-            if experts is not None:
-                chosen.append(experts)
             for path, square in found.squares.items():
                 squares.setdefault(path, []).append(square)
+            land(gradient[part], found.x, landing)
             done = part.stop
 
     with_less(inputs, number, rest, fallbacks, DOING)

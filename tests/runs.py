@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ def own_recipe(file: Path, shipped: str = "h200", **changes: Any) -> str:
     raw["name"] = file.stem
     file.write_text(yaml.safe_dump(raw))
     return str(file)
+
+
+def edit_recipe(file: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrites a recipe's file; `change` edits its content in place."""
+    raw = yaml.safe_load(Path(file).read_text())
+    change(raw)
+    Path(file).write_text(yaml.safe_dump(raw))
 
 
 def command(asked: CalibrateOptions, output: Path) -> list[str | Path]:

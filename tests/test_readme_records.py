@@ -52,13 +52,13 @@ def peers(name: str, group: str) -> dict[str, list[str]]:
     found = record(name)["rows"]
     rows = {r["name"].removesuffix(f" {group}"): r for r in found if r["name"].endswith(group)}
     cells: dict[str, list[str]] = {}
-    for name, row in sorted(rows.items(), key=lambda item: float(item[1]["kl_mean"])):
-        cells[name] = [thousandths(row["kl_mean"], row["kl_se"])]
+    for tool, row in sorted(rows.items(), key=lambda item: float(item[1]["kl_mean"])):
+        cells[tool] = [thousandths(row["kl_mean"], row["kl_se"])]
         for own in ("glm5q fast", "glm5q best"):
             difference = table.paired(row["window_kl"], rows[own]["window_kl"])
             less = thousandths(difference.mean, difference.standard_error, "+")
-            cells[name].append("" if name == own else less)
-        cells[name].append(percent(row["top1_agreement"]))
+            cells[tool].append("" if tool == own else less)
+        cells[tool].append(percent(row["top1_agreement"]))
     return cells
 
 

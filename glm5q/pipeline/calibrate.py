@@ -190,7 +190,7 @@ def _guidance(
     progress: Progress,
 ) -> Guided:
     """Returns the end loss's weights, of the source alone: once for all that want them."""
-    if not any(data.guided(recipe, source) for recipe in recipes):
+    if not any(data.guided(recipe, data.text(recipe, source)) for recipe in recipes):
         return Guided()
     tokens = data.calibration.tokens
     share = data.share(tokens, place)
@@ -229,7 +229,7 @@ def _job(
     def embedded() -> States:
         return embed(source, text, place.device, share=data.share(text, place), store=store)
 
-    guidance = guidance if data.guided(recipe, source) else Guided()
+    guidance = guidance if data.guided(recipe, text) else Guided()
     own = embedded() if recipe.steps.correction else None
     fallbacks = list(guidance.fallbacks)
     return Job(recipe, writer, embedded(), text, guidance.layers, own, fallbacks=fallbacks)

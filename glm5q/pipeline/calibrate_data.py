@@ -34,10 +34,9 @@ class Data:
         tokens, vocabulary = self.calibration.tokens, source.config.vocab_size
         return topped_up(tokens, self.held_out, recipe.steps.top_up, vocabulary)
 
-    def guided(self, recipe: Recipe, source: Checkpoint) -> bool:
+    def guided(self, recipe: Recipe, text: Tensor) -> bool:
         """Whether a recipe asks for guidance, and its text was long enough not to be topped up."""
-        short = len(self.text(recipe, source)) > len(self.calibration.tokens)
-        return recipe.steps.guidance and not short
+        return recipe.steps.guidance and len(text) == len(self.calibration.tokens)
 
     def share(self, text: Tensor, place: Place) -> Share:
         """Returns which windows of a recipe's text are this process's."""

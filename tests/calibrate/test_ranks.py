@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,7 +27,7 @@ from glm5q.errors import UserError
 from glm5q.pipeline.common import check_same, embedded_checkpoint
 from glm5q.writer import file_sha256
 from tests.commands import INDEX
-from tests.runs import command, small_run
+from tests.runs import command, edit_recipe, small_run
 
 ROOT = Path(__file__).parents[2]
 ASKED = (
@@ -74,10 +73,8 @@ def test_two_ranks_give_the_codes_of_one(alone: Path, tmp_path: Path) -> None:
 def test_two_ranks_weigh_the_tokens_that_one_does(step: str, tmp_path: Path) -> None:
     """By the end loss's weights, which are numbered through all windows; or in both streams."""
     asked = small_run(tmp_path)
-    recipe = Path(asked.recipes[0])
-    raw = yaml.safe_load(recipe.read_text())
-    raw["efforts"]["fast"] = {"descent": 1, "guidance": False} | {step: True}
-    recipe.write_text(yaml.safe_dump(raw))
+    steps = {"descent": 1, "guidance": False} | {step: True}
+    edit_recipe(asked.recipes[0], lambda raw: raw["efforts"].update(fast=steps))
     for name, before in (("one", ()), ("two", (*TORCHRUN, 2))):
         ended = python(*before, "-m", "glm5q", *command(asked, tmp_path / name))
         assert ended.returncode == 0, ended.stderr

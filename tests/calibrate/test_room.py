@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from calibrate import candidates, guidance, run, shelf, states, store
+from calibrate.block import LayerOutput
 from calibrate.evaluate import evaluate
 from calibrate.states import States, chunks
 from glm5q import pipeline
@@ -21,31 +22,37 @@ from glm5q.errors import OutputError, UserError
 from glm5q.layer import Codes, Layer, runnable
 from tests import small
 from tests.calibrate.test_run import LENGTH, Texts, options
+from tests.runs import edit_recipe
 
 
 def files(output: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in output.glob("*.safetensors")}
 
 
-def test_a_forward_without_room_runs_in_smaller_chunks(
-    glm52: Path, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a run that took such chunks from the start, but for what the record says."""
+def room_for(most: int) -> Callable[..., LayerOutput]:
+    """One layer's forward on a device whose memory holds `most` tokens at once."""
     original = states.decoder_layer
-    most = 3 * LENGTH
-    monkeypatch.setattr(states, "FEWEST_CHUNKS", 1)  # or as small as this from the start
 
     def decoder_layer(config, weights, hidden, *rest):  # type: ignore[no-untyped-def]
         if hidden.shape[0] > most:
             raise torch.OutOfMemoryError("planted")
         return original(config, weights, hidden, *rest)
 
+    return decoder_layer
+
+
+def test_a_forward_without_room_runs_in_smaller_chunks(
+    glm52: Path, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run that took such chunks from the start, but for what the record says."""
+    most = 3 * LENGTH
+    monkeypatch.setattr(states, "FEWEST_CHUNKS", 1)  # or as small as this from the start
     with monkeypatch.context() as patch:
         patch.setattr(states, "CHUNK_TOKENS", most)
         pipeline.calibrate(options(glm52, tmp_path / "small", texts))
     with monkeypatch.context() as patch:
         patch.setattr(states, "CHUNK_TOKENS", 4 * most)
-        patch.setattr(states, "decoder_layer", decoder_layer)
+        patch.setattr(states, "decoder_layer", room_for(most))
         finished = pipeline.calibrate(options(glm52, tmp_path / "out", texts))[0]
     said = [f for layer in finished.run.layers for f in layer.fallbacks if "memory" in f.reason]
     assert [(f.layer, f.action) for f in said] == [
@@ -58,10 +65,7 @@ def test_a_forward_without_room_runs_in_smaller_chunks(
 def test_one_window_without_room_is_the_users_to_mend(
     glm52: Path, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def decoder_layer(*_arguments):  # type: ignore[no-untyped-def]
-        raise torch.OutOfMemoryError("planted")
-
-    monkeypatch.setattr(states, "decoder_layer", decoder_layer)
+    monkeypatch.setattr(states, "decoder_layer", room_for(0))
     with pytest.raises(UserError, match="smaller --sequence-length"):
         pipeline.calibrate(options(glm52, tmp_path / "out", texts))
     assert not list((tmp_path / "out").glob("*.json"))
@@ -70,10 +74,7 @@ def test_one_window_without_room_is_the_users_to_mend(
 def test_one_window_of_evaluation_without_room_is_the_users_to_mend(
     glm52: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def decoder_layer(*_arguments):  # type: ignore[no-untyped-def]
-        raise torch.OutOfMemoryError("planted")
-
-    monkeypatch.setattr(states, "decoder_layer", decoder_layer)
+    monkeypatch.setattr(states, "decoder_layer", room_for(0))
     source = open_checkpoint(glm52)
     with pytest.raises(UserError, match=r"layer 0: .*memory is too small for 32 tokens"):
         evaluate(source, source, torch.zeros(4, 32, dtype=torch.int64))
@@ -193,19 +194,13 @@ def test_all_streams_keep_to_the_limit_together(
 def test_guidance_without_room_runs_in_smaller_chunks(
     glm52: Path, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, most = states.decoder_layer, 3 * LENGTH
+    most = 3 * LENGTH
     monkeypatch.setattr(states, "FEWEST_CHUNKS", 1)
-
-    def decoder_layer(config, weights, hidden, *rest):  # type: ignore[no-untyped-def]
-        if hidden.shape[0] > most:
-            raise torch.OutOfMemoryError("planted")
-        return original(config, weights, hidden, *rest)
-
     with monkeypatch.context() as patch:
         patch.setattr(states, "CHUNK_TOKENS", most)
         pipeline.calibrate(asking(glm52, tmp_path / "small", texts, guidance=True))
     monkeypatch.setattr(states, "CHUNK_TOKENS", 4 * most)
-    monkeypatch.setattr(states, "decoder_layer", decoder_layer)
+    monkeypatch.setattr(states, "decoder_layer", room_for(most))
     asked = asking(glm52, tmp_path / "out", texts, guidance=True)
     finished = pipeline.calibrate(replace(asked, evaluation_windows=8))[0]
     assert files(tmp_path / "out") == files(tmp_path / "small")
@@ -219,10 +214,7 @@ def test_guidance_without_room_runs_in_smaller_chunks(
 def asking(source: Path, output: Path, texts: Texts, **steps: bool) -> pipeline.CalibrateOptions:
     """`h200` whose effort `fast` has these steps too."""
     found = options(source, output, texts)
-    recipe = Path(found.recipes[0])
-    raw = yaml.safe_load(recipe.read_text())
-    raw["efforts"]["fast"] |= {"descent": 1} | steps
-    recipe.write_text(yaml.safe_dump(raw))
+    edit_recipe(found.recipes[0], lambda raw: raw["efforts"]["fast"].update(descent=1, **steps))
     return found
 
 

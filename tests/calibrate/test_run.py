@@ -17,6 +17,7 @@ from glm5q.checkpoint import Checkpoint, open_checkpoint
 from glm5q.formats.quantized import open_any
 from glm5q.layer import Codes, runnable
 from recipes import files
+from tests.runs import edit_recipe
 
 LENGTH, WINDOWS, HELD_OUT = 64, 24, 2
 Texts = tuple[Path, Path]
@@ -139,9 +140,10 @@ def test_guidance_reaches_the_statistics(
 
     monkeypatch.setattr(Guidance, "rows", rows)
     wanted = options(glm5, tmp_path / "best", texts, "best")
-    raw = yaml.safe_load(Path(wanted.recipes[0]).read_text())
-    raw["efforts"]["best"] = raw["efforts"]["fast"] | {"guidance": True}  # nothing else differs
-    Path(wanted.recipes[0]).write_text(yaml.safe_dump(raw))
+    edit_recipe(  # nothing else differs
+        wanted.recipes[0],
+        lambda raw: raw["efforts"].update(best=raw["efforts"]["fast"] | {"guidance": True}),
+    )
     best = pipeline.calibrate(wanted)[0]
     monkeypatch.undo()
     fast = pipeline.calibrate(options(glm5, tmp_path / "fast", texts))[0]

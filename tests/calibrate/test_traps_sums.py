@@ -25,7 +25,7 @@ from glm5q.layer import runnable
 from recipes import files
 from tests import small
 from tests.calibrate import traps
-from tests.runs import small_run
+from tests.runs import edit_recipe, small_run
 
 CHUNK, CHUNKS = 8192, 128  # over a million tokens, as many at once as a CPU runs
 LENGTH, WINDOWS = 32, 6
@@ -139,16 +139,14 @@ def test_the_cap_is_a_step_of_the_recipe(tmp_path: Path, monkeypatch: pytest.Mon
         assert not efforts.fast.token_cap
         assert not efforts.best.token_cap
     asked = small_run(tmp_path)
-    file = Path(asked.recipes[0])
-    raw = yaml.safe_load(file.read_text())
-    raw["efforts"]["fast"]["token_cap"] = True
-    file.write_text(yaml.safe_dump(raw))
+    edit_recipe(asked.recipes[0], lambda raw: raw["efforts"]["fast"].update(token_cap=True))
     made: list[Statistics] = []
     original = Statistics.complete
     monkeypatch.setattr(Statistics, "complete", lambda self: (made.append(self), original(self)))
     pipeline.calibrate(asked)
     assert made
     assert all(statistics.token_cap for statistics in made)
+    raw = yaml.safe_load(Path(asked.recipes[0]).read_text())
     raw["efforts"]["fast"]["token_cap"] = 1
     with pytest.raises(RecipeError, match="token_cap"):
         files.parse(yaml.safe_dump(raw), "own.yaml")
